@@ -1,0 +1,3 @@
+"""Experiments: one scientific question a script, with absl flags. Each runs through launch.py or alone, as python -m
+experiments.NAME.
+"""

@@ -1,0 +1,169 @@
+"""What experiments share: their flags, the run folder of a job, and the loop over its runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from quads_jax import config_tree
+from quads_jax.config import TrainConfig, check_train
+from quads_jax.metrics import Progress, duration
+from quads_jax.report import write_report
+from quads_jax.tasks import TASKS
+from quads_jax.train import train
+
+FLAGS = flags.FLAGS
+ROOT = Path(__file__).resolve().parent.parent
+
+flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-TIME.")
+flags.DEFINE_multi_string(
+    "set", [], "Override of one config value, path=value, e.g. --set=optim.learning_rate=3e-4; repeatable."
+)
+flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON and stop.")
+flags.DEFINE_string("task", None, f"Task by name, with its defaults: {', '.join(TASKS)}.")
+flags.DEFINE_string(
+    "recipe", None, "Recipe by name, e.g. BF16, NAIVE, QUADS; its ratio and policy by --set=recipe.ratio=..."
+)
+flags.DEFINE_integer("steps", None, "Steps a run.")
+flags.DEFINE_integer("seeds", None, "Number of seeds, 0..N-1, each a run.")
+
+_SHORTCUTS = ("workdir", "set", "dry_run", "task", "recipe", "steps", "seeds")
+
+
+def refuse_unused(*used: str) -> None:
+    """Raises UsageError when a flag was given that this experiment would ignore."""
+    for name in _SHORTCUTS:
+        if name not in used and FLAGS[name].present:
+            raise _usage(f"--{name} has no effect on this experiment; it reads {', '.join('--' + n for n in used)}")
+
+
+def _usage(message: str) -> Exception:
+    from absl import app
+
+    return app.UsageError(message)
+
+
+def configured(config: Any) -> Any:
+    """`config` with --task, --recipe, --steps and then every --set applied; a bad one raises UsageError with the valid
+    choices.
+    """
+    try:
+        if FLAGS["task"].present:
+            if FLAGS.task not in TASKS:
+                raise ValueError(f"unknown task {FLAGS.task!r}; tasks are {', '.join(TASKS)}")
+            if not isinstance(config.task, TASKS[FLAGS.task]):
+                config = dataclasses.replace(config, task=TASKS[FLAGS.task]())
+        if FLAGS["recipe"].present:
+            config = config_tree.override(config, "recipe.name", FLAGS.recipe)
+        if FLAGS["steps"].present:
+            config = config_tree.override(config, "steps", FLAGS.steps)
+        for text in FLAGS.set:
+            config = config_tree.override(config, text)
+        return config
+    except ValueError as error:
+        raise _usage(str(error)) from error
+
+
+def run_folder(experiment: str) -> Path:
+    """--workdir, or a new folder under runs/."""
+    return Path(FLAGS.workdir or Path("runs") / time.strftime(f"{experiment}-%Y%m%d-%H%M%S"))
+
+
+def seeds() -> range:
+    """The seeds that --seeds asks for."""
+    count = 1 if FLAGS.seeds is None else FLAGS.seeds
+    if count < 1:
+        raise _usage(f"--seeds={count} must be at least 1")
+    return range(count)
+
+
+def commit() -> str:
+    """The checkout's commit, with '+' when files differ from it; 'unknown' outside a git checkout."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if dirty else "")
+
+
+def command(experiment: str) -> str:
+    """The line that runs this experiment again with the flags given now."""
+    arguments = [a for a in sys.argv[1:] if not a.startswith(("--experiment", "-experiment"))]
+    return " ".join(["python launch.py", *([] if experiment == "main" else [f"--experiment={experiment}"]), *arguments])
+
+
+def device() -> str:
+    """What computes, and under which JAX."""
+    return f"{jax.devices()[0].device_kind} x {jax.device_count()}, jax {jax.__version__}"
+
+
+def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
+    """Trains every config into its own folder <label>/seed<k> of the run folder and writes the report, also after a
+    failure.
+    """
+    try:
+        labels = [check_train(c).label for c in configs]
+    except ValueError as error:
+        raise _usage(str(error)) from error
+    job = {
+        "experiment": experiment,
+        "command": command(experiment),
+        "commit": commit(),
+        "device": device(),
+        "recipes": list(dict.fromkeys(labels)),
+        "runs": [{"label": label, **config_tree.to_json(c)} for label, c in zip(labels, configs, strict=True)],
+    }
+    if FLAGS.dry_run:
+        print(json.dumps(job, indent=1))
+        return
+    workdir = run_folder(experiment)
+    if (workdir / "config.json").exists():
+        raise _usage(f"--workdir={workdir} already holds a job; choose another folder")
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(job, indent=1) + "\n")
+    describe(labels, configs, workdir)
+    progress = Progress(sum(c.steps for c in configs), "", sys.stdout)
+    done, started = 0, time.perf_counter()
+    try:
+        for i, (label, config) in enumerate(zip(labels, configs, strict=True)):
+            progress.label = f"[{i + 1}/{len(configs)}] {label} seed {config.seed}"
+
+            def on_step(row: dict[str, Any], before: int = done) -> None:
+                progress.update(before + row["step"], reward=row["reward"], gap=row["gap/mean"], entropy=row["entropy"])
+
+            train(config, workdir / label / f"seed{config.seed}", on_step)
+            done += config.steps
+    finally:
+        progress.finish()
+        print(f"{duration(time.perf_counter() - started)} in all; report: {write_report(workdir)}", flush=True)
+    print((workdir / "REPORT.md").read_text())
+
+
+def describe(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: Path) -> None:
+    """Prints what is about to run."""
+    first = configs[0]
+    print(
+        f"{len(configs)} runs of {first.steps} steps into {workdir}: "
+        f"{first.rollout.prompts} prompts x {first.rollout.group_size} answers, {first.task}, "
+        f" old log-probs from the {first.update.old_logp}"
+    )
+    for label, sides in dict(zip(labels, (c.recipe.resolve() for c in configs), strict=True)).items():
+        print(f"  {label:12s} rollout {sides.rollout.name:24s} trainer {sides.trainer.name}")
+    print(
+        f"  quantized roles: {', '.join(first.recipe.roles)}; compiling takes about half a minute a recipe", flush=True
+    )

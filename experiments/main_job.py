@@ -1,0 +1,30 @@
+"""The main job: BF16, NAIVE, QUADS 50 % and QUADS 100 % from the shipped tiny checkpoint, compared in one report."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from absl import app
+
+from experiments import common
+from quads_jax.config import RecipeConfig, TrainConfig
+
+RECIPES = (
+    RecipeConfig(name="BF16"),
+    RecipeConfig(name="NAIVE"),
+    RecipeConfig(name="QUADS", ratio=0.5),
+    RecipeConfig(name="QUADS", ratio=1.0),
+)
+
+
+def run() -> None:
+    common.refuse_unused("workdir", "set", "dry_run", "steps", "seeds")
+    base = common.configured(TrainConfig())
+    if base.recipe != TrainConfig().recipe:
+        raise app.UsageError("the main job compares fixed recipes; for one recipe use --experiment=train --recipe=NAME")
+    configs = [dataclasses.replace(base, recipe=recipe, seed=seed) for seed in common.seeds() for recipe in RECIPES]
+    common.run_job("main", configs)
+
+
+if __name__ == "__main__":
+    app.run(lambda argv: run())

@@ -1,0 +1,26 @@
+"""Redraws REPORT.md and the pictures of a run folder: --workdir=FOLDER."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import app
+
+from experiments import common
+from quads_jax.report import write_report
+
+
+def run() -> None:
+    common.refuse_unused("workdir")
+    if common.FLAGS.workdir is None:
+        raise app.UsageError("--experiment=report needs --workdir=FOLDER of an earlier job")
+    if not Path(common.FLAGS.workdir).is_dir():
+        raise app.UsageError(f"--workdir={common.FLAGS.workdir} is not a folder")
+    try:
+        print(write_report(common.FLAGS.workdir))
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    app.run(lambda argv: run())

@@ -1,0 +1,38 @@
+"""Runs an experiment: the main job without arguments, another with --experiment=NAME; --list names them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+from absl import app, flags
+
+from experiments import common  # noqa: F401  defines the flags that experiments share
+
+EXPERIMENTS = {
+    "main": "experiments.main_job",
+    "train": "experiments.train",
+    "warm_start": "experiments.warm_start",
+    "batch_shape": "experiments.batch_shape",
+    "report": "experiments.report",
+}
+
+_EXPERIMENT = flags.DEFINE_string("experiment", "main", f"One of {', '.join(EXPERIMENTS)}.")
+_LIST = flags.DEFINE_bool("list", False, "Print the experiments and stop.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; flags start with --, e.g. --experiment=train")
+    if _LIST.value:
+        for name, module in EXPERIMENTS.items():
+            print(f"{name:12s} {importlib.import_module(module).__doc__.splitlines()[0]}")
+        return
+    if _EXPERIMENT.value not in EXPERIMENTS:
+        raise app.UsageError(f"unknown experiment {_EXPERIMENT.value!r}; experiments are {', '.join(EXPERIMENTS)}")
+    logging.getLogger("quads_jax").setLevel(logging.INFO)
+    importlib.import_module(EXPERIMENTS[_EXPERIMENT.value]).run()
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,186 @@
+"""The decoder: the same code trains (no cache), prefills and decodes (static KV cache).
+
+Runs of equal layers are scanned over depth; the KV cache is carried through the scan and updated in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from quads_jax.models.config import ModelConfig, check_model
+from quads_jax.models.layers import MLP, Attention, RMSNorm, fan_in_init, linear, weight
+from quads_jax.models.moe import MoE
+from quads_jax.precision import Precision
+
+Array = jax.Array
+Cache = tuple[Array, Array]
+
+
+class Inputs(NamedTuple):
+    """What every layer reads beside x [B,T,D].
+
+    positions i32[B,T]; valid bool[B,T] (real tokens); active bool[B,T] or None (rows counted in channel choices); mask
+    bool[B,1,T,S] (query may see key); index: cache slot of the first token; prefill: keys are this call's own tokens,
+    not the cache's.
+    """
+
+    positions: Array
+    valid: Array
+    active: Array | None
+    mask: Array
+    index: Array | int
+    prefill: bool
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP or MoE. Carries (x [B,T,D], cache, layer index)."""
+
+    cfg: ModelConfig
+    precision: Precision
+    kind: str
+
+    @nn.compact
+    def __call__(self, carry: tuple[Array, Cache | None, Array], io: Inputs) -> tuple[Any, Any]:
+        x, cache, layer = carry
+        c, dtype = self.cfg, self.precision.dtype
+        y, cache = Attention(c, self.precision, name="attention")(
+            RMSNorm(c.norm_eps, dtype, name="attention_norm")(x), io, cache, layer
+        )
+        x = x + y.astype(dtype)
+        h = RMSNorm(c.norm_eps, dtype, name="mlp_norm")(x)
+        load = None
+        if self.kind == "moe":
+            y, load = MoE(c, self.precision, name="moe")(h, io.valid, io.active)
+        else:
+            y = MLP(c.d_mlp, self.precision, name="mlp")(h, io.active)
+        return (x + y.astype(dtype), cache, layer + 1), load
+
+
+class Head(nn.Module):
+    """Untied output projection."""
+
+    cfg: ModelConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: Array, active: Array | None) -> Array:
+        shape = (self.cfg.vocab_size, self.cfg.d_model)
+        return linear(self, "kernel", x, shape, ("vocab", "embed"), self.precision, active=active)
+
+
+class Decoder(nn.Module):
+    """tokens -> logits. `cfg` and `precision` are static; parameters are a plain nested dict."""
+
+    cfg: ModelConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Array,
+        valid: Array,
+        *,
+        positions: Array | None = None,
+        cache: Cache | None = None,
+        index: Array | int = 0,
+        key_valid: Array | None = None,
+        active: Array | None = None,
+        last_only: bool = False,
+        first: int = 0,
+    ) -> tuple[Array, Cache | None, list[dict[str, Array]]]:
+        """tokens i32[B,T], valid bool[B,T] -> (logits f32[B,T,V], cache, load statistics a run of MoE layers).
+
+        Without a cache, or at index 0 (a Python int) with one, tokens attend to each other (training, prefill). Else
+        they are written at slots index..index+T-1 and attend to the cache, whose usable slots are key_valid bool[B,S]
+        (T = 1 in decoding); positions i32[B,T] must then be given. last_only: logits of the last position alone
+        [B,1,V]; first: logits from that position on.
+        """
+        c = self.cfg
+        embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
+        x = embedding.astype(self.precision.dtype)[tokens]
+        if positions is None:
+            positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+        io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
+        loads, carry = [], (x, cache, jnp.int32(0))
+        for i, (kind, length) in enumerate(c.runs()):
+            scanned = nn.scan(
+                Block,
+                variable_axes={"params": 0, "quant": 0, "stats": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=length,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            carry, load = scanned(c, self.precision, kind, name=f"run_{i}")(carry, io)
+            if load is not None:
+                loads.append(load)
+        x, cache, _ = carry
+        x = RMSNorm(c.norm_eps, self.precision.dtype, name="final_norm")(x[:, -1:] if last_only else x[:, first:])
+        if c.tied_head:
+            dtype = self.precision.dtype
+            precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
+            logits = jnp.einsum(
+                "btd,vd->btv", x, embedding.astype(dtype), preferred_element_type=jnp.float32, precision=precision
+            )
+        else:
+            logits = Head(c, self.precision, name="head")(x, None if active is None else active[:, -x.shape[1] :])
+        return logits, cache, loads
+
+
+def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs:
+    prefill = cache is None or isinstance(index, int)
+    if prefill:
+        if not (isinstance(index, int) and index == 0):
+            raise ValueError(
+                f"index={index} without a traced value means prefill, which starts at 0; pass a jax integer to decode"
+            )
+        t = tokens.shape[1]
+        mask = jnp.tril(jnp.ones((t, t), bool))[None, None] & valid[:, None, None, :]
+    else:
+        slots = jnp.arange(cache[0].shape[2])
+        query = index + jnp.arange(tokens.shape[1])
+        mask = (slots[None, :] <= query[:, None])[None, None] & key_valid[:, None, None, :]
+    return Inputs(positions, valid, active, mask, index, prefill)
+
+
+def init_params(cfg: ModelConfig, key: Array) -> Any:
+    """float32 master parameters as a nested dict of plain arrays (unboxed)."""
+    check_model(cfg)
+    return nn.unbox(_boxed_init(cfg, key))
+
+
+def _boxed_init(cfg: ModelConfig, key: Array) -> Any:
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return Decoder(cfg, Precision()).init(key, tokens, jnp.ones((1, 2), bool))["params"]
+
+
+def logical_axes(cfg: ModelConfig) -> Any:
+    """The same tree with each parameter's logical axis names as a PartitionSpec, e.g. ('layers', 'experts', 'mlp',
+    'embed').
+    """
+    return nn.get_partition_spec(jax.eval_shape(lambda k: _boxed_init(cfg, k), jax.random.key(0)))
+
+
+def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: str) -> Cache:
+    """Zeroed (k, v), each [L, B, S, Hkv, d]."""
+    shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def balance_loss(loads: list[dict[str, Array]]) -> Array:
+    """Load-balancing loss, mean over MoE layers of E sum_e share_e probability_e: 1 at perfect balance (Fedus et al.
+    2021, eq. 4).
+    """
+    if not loads:
+        return jnp.float32(0.0)
+    per_layer = [(run["share"] * run["probability"]).sum(-1) * run["share"].shape[-1] for run in loads]
+    return jnp.concatenate(per_layer).mean()
+
+
+def parameter_count(params: Any) -> int:
+    """Number of parameters of a tree of arrays."""
+    return sum(a.size for a in jax.tree.leaves(params))

@@ -1,0 +1,171 @@
+"""Layers of the decoder. GEMM weights are [N, K] (out, in), read by `weight` and multiplied by `linear`, which alone
+call `ops`.
+
+Glossary: B sequences, T time, D model width, F expert width, E experts, K contraction, N output, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from quads_jax import ops
+from quads_jax.models.config import ModelConfig
+from quads_jax.precision import Precision
+
+Array = jax.Array
+
+# (module, leaf) -> layer role: every GEMM weight that a `Precision` can quantize.
+GEMM_ROLES: dict[tuple[str, str], str] = {
+    ("attention", "qkv"): "attention",
+    ("attention", "out"): "attention",
+    ("mlp", "gate_up"): "mlp",
+    ("mlp", "down"): "mlp",
+    ("shared", "gate_up"): "shared",
+    ("shared", "down"): "shared",
+    ("experts", "gate_up"): "experts",
+    ("experts", "down"): "experts",
+    ("head", "kernel"): "head",
+}
+
+
+def fan_in_init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Array:
+    """N(0, 1/K) truncated at two deviations, for weights [..., N, K]."""
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * jnp.asarray(
+        shape[-1] ** -0.5 / 0.87962566, dtype
+    )
+
+
+def weight(
+    module: nn.Module, name: str, shape: Sequence[int], axes: Sequence[str | None], init: Any = fan_in_init
+) -> Any:
+    """The module's parameter: the existing leaf as it is (an array, `BlockTensor` or `Operand`), or a new f32 array at
+    init.
+
+    `axes` are its logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
+    in use.
+    """
+    if module.has_variable("params", name):
+        return module.get_variable("params", name)
+    return nn.unbox(module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape)))
+
+
+def linear(
+    module: nn.Module,
+    name: str,
+    x: Array,
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    precision: Precision,
+    *,
+    active: Array | None = None,
+    sizes: Array | None = None,
+) -> Array:
+    """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
+
+    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]. active bool[...]: rows that count in channel
+    statistics. Reads the channel order `quant/<path>/<name>`; while the collection `stats` is mutable, writes the mean
+    residual a channel there.
+    """
+    w = weight(module, name, shape, axes)
+    layer = precision.role(GEMM_ROLES[module.name, name])
+    order = module.get_variable("quant", name) if layer.needs_order and module.has_variable("quant", name) else None
+    if module.is_mutable_collection("stats") and layer.activation is not None:
+        groups = sizes if name == "down" else None
+        flat = None if active is None else active.reshape(-1)
+        stats = ops.residual_statistics(x.reshape(-1, x.shape[-1]), layer, precision.dtype, flat, groups)
+        module.put_variable("stats", name, stats)
+    if sizes is None:
+        return ops.project(x, w, layer, dtype=precision.dtype, order=order, active=active)
+    return ops.grouped_project(
+        x, w, sizes, layer, dtype=precision.dtype, order=order, active=active, implementation=precision.implementation
+    )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale in float32, returned in the compute dtype. The scale is applied after the cast, as Hugging
+    Face does.
+    """
+
+    eps: float
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = weight(self, "scale", (x.shape[-1],), ("embed",), nn.initializers.ones)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return x.astype(self.dtype) * scale.astype(self.dtype)
+
+
+def rotary(x: Array, positions: Array, theta: float) -> Array:
+    """Rotary embedding, half rotation: x [B,T,H,d], positions i32[B,T] -> same shape and dtype (Su et al. 2021,
+    GPT-NeoX layout).
+    """
+    half = x.shape[-1] // 2
+    inverse = jnp.exp(jnp.arange(half, dtype=jnp.float32) * jnp.float32(-jnp.log(theta) * (1.0 / half)))
+    angle = positions[..., None, None].astype(jnp.float32) * inverse
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings and an optional q/k norm. q, k and v share one weight and one
+    global scale.
+    """
+
+    cfg: ModelConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: Array, io: Any, cache: tuple[Array, Array] | None, layer: Array) -> tuple[Array, Any]:
+        """x [B,T,D]; `io` as in `decoder.Inputs`; cache (k, v) [L,B,S,Hkv,d] of all layers, of which `layer` is read
+        and written.
+        """
+        c, dtype = self.cfg, self.precision.dtype
+        h, g, d = c.heads, c.kv_heads, c.head_dim
+        qkv = linear(self, "qkv", x, ((h + 2 * g) * d, c.d_model), ("heads", "embed"), self.precision, active=io.active)
+        qkv = qkv.astype(dtype).reshape(*x.shape[:2], h + 2 * g, d)
+        q, k, v = jnp.split(qkv, (h, h + g), axis=2)
+        if c.qk_norm != "none":
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
+        if cache is not None:
+            at = (layer, 0, io.index, 0, 0)
+            fresh = zip(cache, (k, v), strict=True)
+            cache = tuple(jax.lax.dynamic_update_slice(old, new[None], at) for old, new in fresh)
+            if not io.prefill:
+                k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in cache)
+        with jax.default_matmul_precision("highest" if dtype == "float32" else None):  # GPUs would use TF32
+            y = jax.nn.dot_product_attention(q, k, v, mask=io.mask)
+        y = y.reshape(*x.shape[:2], h * d)
+        return linear(self, "out", y, (c.d_model, h * d), ("embed", "heads"), self.precision, active=io.active), cache
+
+    def _norm(self, name: str, x: Array) -> Array:
+        """RMSNorm of q or k [B,T,H,d], over each head or over the whole projection."""
+        flat = x if self.cfg.qk_norm == "head" else x.reshape(*x.shape[:2], -1)
+        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, name=name)(flat).reshape(x.shape)
+
+
+def swiglu(gate_up: Array, dtype: str) -> Array:
+    """silu(gate) * up of the fused f32[..., 2F] (gate first), in the compute dtype."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU with gate and up in one weight. Its name ('mlp' or 'shared') is its layer role."""
+
+    width: int
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: Array, active: Array | None) -> Array:
+        d, p = x.shape[-1], self.precision
+        hidden = linear(self, "gate_up", x, (2 * self.width, d), ("mlp", "embed"), p, active=active)
+        return linear(self, "down", swiglu(hidden, p.dtype), (d, self.width), ("embed", "mlp"), p, active=active)

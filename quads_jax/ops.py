@@ -1,0 +1,332 @@
+"""GEMMs under a `LayerPrecision`: the seam between models and quantization, and the only importer of kernel folders.
+
+Trainer and rollout call the same functions. A weight leaf is a float32 master (trainer: rounded to BF16, quantized in
+the step, with a straight-through gradient), a `BlockTensor` (rollout: packed once a sync) or an `Operand` (a packed
+weight decoded once a program).
+
+All of them reach the GEMM as the same two things: `values`, exact in the compute dtype, and a float32 `scale` that
+multiplies the float32 accumulator (DESIGN of the numerics: bf16(q*s) is exact, bf16(q*s*S) would not be).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_gemm import blocked, reference
+from quads_jax.precision import LayerPrecision
+from quads_jax.quant import residual as rac
+from quads_jax.quant import tensor
+from quads_jax.quant.formats import BlockFormat
+from quads_jax.quant.tensor import BlockTensor
+
+Array = jax.Array
+_log = logging.getLogger(__name__)
+
+
+class Operand(NamedTuple):
+    """A weight as the GEMM reads it: values [..., N, K] in the compute dtype, scale f32[..., N or 1, 1] or None."""
+
+    values: Array
+    scale: Array | None
+
+
+class Grouped(NamedTuple):
+    """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes) -> f32[M,N]; outer(g [M,N], x [M,K],
+    sizes) -> f32[E,N,K].
+    """
+
+    dot: Callable[[Array, Array, Array], Array]
+    outer: Callable[[Array, Array, Array], Array]
+
+
+IMPLEMENTATIONS: dict[str, Grouped] = {
+    "reference": Grouped(reference.dot, reference.outer),
+    "blocked": Grouped(blocked.dot, blocked.outer),
+}
+
+
+@functools.cache
+def choose(implementation: str | None) -> Grouped:
+    """The grouped GEMM by name; None takes the fastest measured one and logs it once. An unknown name raises."""
+    name = "blocked" if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(IMPLEMENTATIONS)}")
+    if implementation is None:
+        _log.info("grouped GEMM: %s (on %s)", name, jax.default_backend())
+    return IMPLEMENTATIONS[name]
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+
+
+def weight_unit(fmt: BlockFormat) -> str:
+    """Scaled unit of a weight: the matrix where blocks have scales of their own, else each output channel."""
+    return "token" if fmt.block is None else "expert"
+
+
+def round_bf16(x: Array) -> Array:
+    """float32 rounded to BF16 values, kept in float32, by an operation that compilers do not remove."""
+    return jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+
+
+def permute_weight(w: Array, order: Array) -> Array:
+    """w [..., N, K] with K in the channel order i32[..., K] of its input site (per expert, or shared by all)."""
+    index = order.reshape(order.shape[:-1] + (1,) * (w.ndim - order.ndim) + order.shape[-1:])
+    return jnp.take_along_axis(w, jnp.broadcast_to(index, w.shape), axis=-1)
+
+
+def _as_quantizer_input(w: Array, p: LayerPrecision, order: Array | None) -> Array:
+    w = round_bf16(w)
+    return permute_weight(w, _need(order)) if p.permuted else w
+
+
+def prepare_weight(w: Array, p: LayerPrecision, order: Array | None = None) -> BlockTensor:
+    """f32[..., N, K] master -> the packed weight of `p`: rounded to BF16, K permuted when `p.permuted`, quantized."""
+    if p.weight is None:
+        raise ValueError(
+            "prepare_weight needs a LayerPrecision with a weight format; this one keeps weights in the compute dtype"
+        )
+    return tensor.quantize(_as_quantizer_input(w, p, order), p.weight, unit=weight_unit(p.weight))
+
+
+def unpack(params: Any, dtype: str) -> Any:
+    """The same tree with every `BlockTensor` decoded to an `Operand`: once a program instead of once a decode step."""
+    is_packed = lambda leaf: isinstance(leaf, BlockTensor)  # noqa: E731
+    decode = lambda leaf: _weight_operand(leaf, None, None, dtype) if is_packed(leaf) else leaf  # noqa: E731
+    return jax.tree.map(decode, params, is_leaf=is_packed)
+
+
+def _weight_operand(
+    w: Array | BlockTensor | Operand, p: LayerPrecision | None, order: Array | None, dtype: str
+) -> Operand:
+    if isinstance(w, Operand):
+        return w
+    if isinstance(w, BlockTensor):
+        return Operand(tensor.values(w).astype(dtype), w.global_scale)
+    if p.weight is None:
+        return Operand(w.astype(dtype), None)
+    values, scale = tensor.quantize_values(_as_quantizer_input(w, p, order), p.weight, unit=weight_unit(p.weight))
+    return Operand(values.astype(dtype), scale)
+
+
+class _Activation(NamedTuple):
+    """values [..., K]; residual [..., K] or None, of which `residual_width` leading channels are not known to be zero;
+    scale f32[..., 1].
+    """
+
+    values: Array
+    residual: Array | None
+    residual_width: int
+    scale: Array | None
+
+    def used(self, dtype: str) -> Array:
+        """The activation that the product saw, in the compute dtype: what the weight's gradient multiplies."""
+        if self.scale is None:
+            return self.values
+        x = self.values.astype(jnp.float32)
+        x = x if self.residual is None else x + self.residual.astype(jnp.float32)
+        return (x * self.scale).astype(dtype)
+
+
+def _need(order: Array | None) -> Array:
+    if order is None:
+        raise ValueError(
+            "this precision reads a channel order, but the `quant` collection has none for this GEMM: calibrate first"
+        )
+    return order
+
+
+def _quantizer_input(x: Array, dtype: str) -> Array:
+    return round_bf16(x) if dtype == "bfloat16" else x.astype(jnp.float32)
+
+
+def _permute(x: Array, order: Array, ids: Array | None) -> Array:
+    """x [..., K] with K in the channel order i32[K]; or x [M, K] in i32[E, K], of each row's expert ids i32[M]."""
+    return jnp.take(x, order, axis=-1) if order.ndim == 1 else jnp.take_along_axis(x, order[ids], axis=-1)
+
+
+def _activation(
+    x: Array, p: LayerPrecision, order: Array | None, ids: Array | None, active: Array | None, dtype: str
+) -> _Activation:
+    """x [..., K]; order and ids as `_permute`; active bool[...] rows that count for the choice of channels."""
+    if p.permuted:
+        x = _permute(x, _need(order), ids)
+    if p.activation is None:
+        return _Activation(x.astype(dtype), None, 0, None)
+    x = _quantizer_input(x, dtype)
+    width = x.shape[-1]
+    channels = 0 if p.residual is None else rac.num_channels(p.residual.ratio, width)
+    if channels == 0:
+        values, scale = tensor.quantize_values(x, p.activation, unit="token")
+        return _Activation(values.astype(dtype), None, 0, scale)
+    select = functools.partial(
+        _select, policy=p.residual.policy, channels=channels, order=order, ids=ids, active=active
+    )
+    values, residual, scale = rac.compensate(x, p.activation, select)
+    used = channels if p.residual.policy == "static" else width
+    return _Activation(values.astype(dtype), residual.astype(dtype), used, scale)
+
+
+def _select(
+    residual: Array, *, policy: str, channels: int, order: Array | None, ids: Array | None, active: Array | None
+) -> Array:
+    """Which channels of the residual f32[..., K] are compensated: bool, broadcastable to it."""
+    if policy == "static":  # the operand is already in channel order
+        return jnp.arange(residual.shape[-1]) < channels
+    if policy == "block":
+        mask = rac.order_mask(_need(order), channels)
+        return mask if mask.ndim == 1 else mask[ids]  # a sort an expert, not a row
+    if policy == "token":
+        return rac.token_mask(residual, channels)
+    rows = residual.reshape(-1, residual.shape[-1])
+    scores = rac.residual_scores(rows, None if active is None else active.reshape(-1))
+    return rac.order_mask(rac.channel_order(scores, policy), channels)
+
+
+def residual_statistics(
+    x: Array, p: LayerPrecision, dtype: str, active: Array | None = None, groups: Array | None = None
+) -> Array:
+    """Mean |X - Q(X)| of each channel over active rows: x [M,K] -> f32[K], or f32[E,K] by `groups` = group_sizes i32[E]
+    of sorted rows.
+    """
+    x = _quantizer_input(x, dtype)
+    values, scale = tensor.quantize_values(x, p.activation, unit="token")
+    residual = jnp.abs(x - values * scale)
+    if groups is None:
+        return rac.residual_scores(residual, active)
+    ids, inside = reference.row_groups(groups, x.shape[0])
+    inside = inside if active is None else inside & active
+    total = jax.ops.segment_sum(jnp.where(inside[:, None], residual, 0.0), ids, num_segments=groups.shape[0])
+    count = jax.ops.segment_sum(inside.astype(jnp.float32), ids, num_segments=groups.shape[0])
+    return total / jnp.maximum(count, 1.0)[:, None]
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def _dense_dot(x: Array, w: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+    )
+
+
+def _epilogue(x: _Activation, w: Operand, w_scale: Array | None, dot: Callable[[Array, Array], Array]) -> Array:
+    """(x + residual) w^T with every scale applied to the float32 accumulator. w_scale f32[..., N or 1] broadcasts
+    against rows.
+    """
+    y = dot(x.values, w.values)
+    if x.residual is not None:
+        n = x.residual_width
+        y = y + dot(x.residual[..., :n], w.values[..., :n])
+    if x.scale is not None and w_scale is not None:
+        return y * (x.scale * w_scale)
+    if x.scale is None and w_scale is None:
+        return y
+    return y * (x.scale if w_scale is None else w_scale)
+
+
+def _like(a: Any) -> Array | None:
+    """The dtype of an array, as something to save for the backward pass; None for a packed weight."""
+    return jnp.zeros((0,), a.dtype) if isinstance(a, jax.Array) else None
+
+
+def _cotangent(a: Array, like: Array | None) -> Array | None:
+    return None if like is None else a.astype(like.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _project(p: LayerPrecision, dtype: str, x: Array, w: Any, order: Array | None, active: Array | None) -> Array:
+    return _project_fwd(p, dtype, x, w, order, active)[0]
+
+
+def _project_fwd(p, dtype, x, w, order, active):
+    xa, wo = _activation(x, p, order, None, active, dtype), _weight_operand(w, p, order, dtype)
+    scale = None if wo.scale is None else wo.scale[..., 0]
+    return _epilogue(xa, wo, scale, _dense_dot), (xa.used(dtype), wo, order, _like(x), _like(w))
+
+
+def _project_bwd(p, dtype, saved, g):
+    x_used, wo, order, x_like, w_like = saved
+    gx = (g if wo.scale is None else g * wo.scale[..., 0]).astype(dtype)
+    dx = _dense_dot(gx, wo.values.T)
+    dw = _dense_dot(g.astype(dtype).reshape(-1, g.shape[-1]).T, x_used.reshape(-1, x_used.shape[-1]).T)
+    if p.permuted:
+        inverse = jnp.argsort(order)
+        dx, dw = _permute(dx, inverse, None), permute_weight(dw, inverse)
+    return _cotangent(dx, x_like), _cotangent(dw, w_like), None, None
+
+
+_project.defvjp(_project_fwd, _project_bwd)
+
+
+def project(
+    x: Array,
+    w: Array | BlockTensor | Operand,
+    p: LayerPrecision,
+    *,
+    dtype: str = "bfloat16",
+    order: Array | None = None,
+    active: Array | None = None,
+) -> Array:
+    """y = x w^T under `p`: x f[..., K], w [N, K] -> f32[..., N].
+
+    order: channel order i32[K] of this input, where `p` needs one. active: bool[...] rows counted by policy `online`.
+    Gradients are straight-through: dx = g dq(w), dw = g^T dq(x), also where elements were clipped; products of the
+    backward pass are in the compute dtype with float32 accumulation. A packed `w` gets none.
+    """
+    return _project(p, dtype, x, w, order, active)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _grouped(p, dtype, implementation, x, w, sizes, order, active):
+    return _grouped_fwd(p, dtype, implementation, x, w, sizes, order, active)[0]
+
+
+def _grouped_fwd(p, dtype, implementation, x, w, sizes, order, active):
+    ids, inside = reference.row_groups(sizes, x.shape[0])
+    x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
+    xa, wo = _activation(x, p, order, ids, active, dtype), _weight_operand(w, p, order, dtype)
+    row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
+    dot = choose(implementation).dot
+    y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes))
+    return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
+
+
+def _grouped_bwd(p, dtype, implementation, saved, g):
+    x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
+    impl = choose(implementation)
+    gx = (g if row_scale is None else g * row_scale).astype(dtype)
+    dx = impl.dot(gx, jnp.swapaxes(wo.values, 1, 2), sizes)
+    dw = impl.outer(g.astype(dtype), x_used, sizes)
+    if p.permuted:
+        inverse = jnp.argsort(order, axis=-1)
+        dx, dw = _permute(dx, inverse, ids), permute_weight(dw, inverse)
+    return _cotangent(dx, x_like), _cotangent(dw, w_like), None, None, None
+
+
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def grouped_project(
+    x: Array,
+    w: Array | BlockTensor | Operand,
+    group_sizes: Array,
+    p: LayerPrecision,
+    *,
+    dtype: str = "bfloat16",
+    order: Array | None = None,
+    active: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
+
+    order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. Otherwise as `project`.
+    """
+    return _grouped(p, dtype, implementation, x, w, group_sizes, order, active)

@@ -1,0 +1,1 @@
+"""Quantization: formats, block-scaled tensors, straight-through gradients, residual compensation, error measures."""

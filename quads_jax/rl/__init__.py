@@ -1,0 +1,1 @@
+"""Reinforcement learning: batch types, advantages, losses, sampling, rollout and the update step."""

@@ -1,0 +1,299 @@
+"""The single-controller loop: pack -> rollout -> reward -> advantage -> update, one compiled program a phase."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quads_jax import config_tree
+from quads_jax.checkpoints import load_weights, save_weights
+from quads_jax.config import TrainConfig, check_train
+from quads_jax.metrics import MetricsWriter
+from quads_jax.models.config import ModelConfig
+from quads_jax.pack import pack, packed_bytes
+from quads_jax.precision import Precision, Recipe
+from quads_jax.rl.advantage import ADVANTAGES, check_rewards
+from quads_jax.rl.calibration import changed_channels, channel_orders, channel_statistics
+from quads_jax.rl.rollout import rollout, score
+from quads_jax.rl.sampling import SamplingConfig
+from quads_jax.rl.types import RolloutBatch, TrainState
+from quads_jax.rl.update import OptimConfig, UpdateConfig, make_optimizer, update
+from quads_jax.tasks.base import Item, Task
+
+CALIBRATION_ROWS = 256
+
+# Programs: jitted phases, each traced once (a second trace raises). Runs that agree on the arguments below share the
+# compilation, hence the caches: keys are frozen configs and batch shapes, so a program never serves a configuration
+# that it was not built for.
+
+
+def traced_once(fn: Callable, **jit_options: Any) -> Callable:
+    """jit of `fn` that raises RuntimeError when it would be traced a second time: something static or a shape changed
+    in a run.
+    """
+    signatures = []
+
+    @functools.wraps(fn)
+    def guarded(*args: Any) -> Any:
+        signatures.append(jax.tree.map(lambda a: jnp.shape(a), args))
+        if len(signatures) > 1:
+            changed = (
+                "shapes differ" if signatures[0] != signatures[1] else "dtypes, weak types or static values differ"
+            )
+            raise RuntimeError(f"{getattr(fn, '__name__', fn)} was traced again within a run: {changed}")
+        return fn(*args)
+
+    return jax.jit(guarded, **jit_options)
+
+
+@functools.cache
+def pack_program(model: ModelConfig, precision: Precision, with_orders: bool) -> Callable:
+    """(params, quant) -> packed parameters."""
+    return traced_once(lambda params, quant: pack(params, quant, precision))
+
+
+@functools.cache
+def rollout_program(
+    model: ModelConfig, precision: Precision, sampling: SamplingConfig, pad_id: int, shape: tuple[int, int]
+) -> Callable:
+    """(packed, quant, prompts i32[shape], valid, key, version) -> RolloutBatch."""
+    return traced_once(functools.partial(rollout, model=model, precision=precision, sampling=sampling, pad_id=pad_id))
+
+
+@functools.cache
+def update_program(
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    optim: OptimConfig,
+    cfg: UpdateConfig,
+    shape: tuple[int, int],
+) -> Callable:
+    """(state, batch of prompts [shape]) -> (state, metrics); the state's buffers are donated."""
+    scorer = functools.partial(score, model=model, precision=precision, sampling=sampling, prompt_len=shape[1])
+    step = functools.partial(
+        update, score=scorer, optimizer=make_optimizer(optim), cfg=cfg, max_len=sampling.max_new_tokens
+    )
+    return traced_once(step, donate_argnums=0)
+
+
+@functools.cache
+def statistics_program(model: ModelConfig, precision: Precision, shape: tuple[int, int]) -> Callable:
+    """(params, tokens i32[shape], valid) -> mean residual a channel and site."""
+    return traced_once(functools.partial(channel_statistics, model=model, precision=precision))
+
+
+class Setup(NamedTuple):
+    """What is fixed for a run. `shape`: rows and prompt length of every rollout."""
+
+    cfg: TrainConfig
+    recipe: Recipe
+    model: ModelConfig
+    sampling: SamplingConfig
+    shape: tuple[int, int]
+
+
+def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
+    """Checks the config against the model and resolves the recipe."""
+    resolved = check_train(cfg)
+    vocab = cfg.task.tokenizer.vocab_size
+    if model.vocab_size != vocab:
+        raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
+    return Setup(cfg, resolved, model, cfg.sampling(), (cfg.rollout.rows, cfg.task.prompt_len))
+
+
+# Calibration and evaluation -------------------------------------------------------------------------------------------
+
+
+def calibrate(s: Setup, params: Any, start: int) -> Any:
+    """The `quant` collection for the rollout's precision: {} where nothing reads it. Measured on training prompts with
+    their reference answers, items `start` onwards.
+    """
+    if not s.recipe.rollout.needs_order:
+        return {}
+    tokens, valid, _ = supervised_batch(s.cfg.task, s.cfg.seed, "train", start, CALIBRATION_ROWS)
+    program = statistics_program(s.model, s.recipe.rollout, tokens.shape)
+    return jax.jit(channel_orders, static_argnums=1)(program(params, tokens, valid), s.recipe.rollout)
+
+
+def supervised_batch(
+    task: Task, seed: int, split: str, start: int, n: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Prompts with reference answers: (tokens i32[n,P+A], valid bool, mask bool of answer tokens and eos)."""
+    prompts, valid, items = task.prompts(seed, split, start, n)
+    answers = np.full((n, task.answer_len), task.tokenizer.pad_id, np.int32)
+    mask = np.zeros((n, task.answer_len), bool)
+    for row, item in enumerate(items):
+        ids = [*task.tokenizer.encode(item.answer), task.tokenizer.eos_id]
+        answers[row, : len(ids)], mask[row, : len(ids)] = ids, True
+    full_mask = np.concatenate([np.zeros_like(valid), mask], axis=1)
+    return np.concatenate([prompts, answers], axis=1), np.concatenate([valid, mask], axis=1), full_mask
+
+
+def rewards(task: Task, items: list[Item], batch: RolloutBatch, prompt_len: int) -> np.ndarray:
+    """f32[B] of {0, 1} from the sampled text; decoded and compared on the host, never evaluated."""
+    tokens, finished = np.asarray(batch.tokens)[:, prompt_len:], np.asarray(batch.finished)
+    return task.reward(items, [task.tokenizer.decode(row) for row in tokens], finished)
+
+
+def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision) -> dict[str, float]:
+    """pass@1 at the training temperature on the fixed held-out prompts, one sample each, from fixed keys."""
+    task, cfg = s.cfg.task, s.cfg.eval
+    program = rollout_program(s.model, precision, s.sampling, task.tokenizer.pad_id, s.shape)
+    scores = []
+    for start in range(0, cfg.prompts, s.shape[0]):
+        prompts, valid, items = task.prompts(cfg.seed, "held_out", start, s.shape[0])
+        key = jax.random.fold_in(jax.random.key(cfg.seed), start)
+        batch = program(packed, quant, prompts, valid, key, jnp.int32(-1))
+        scores.append(rewards(task, items, batch, s.shape[1]))
+    return {"pass@1": float(np.mean(scores)), "n": cfg.prompts}
+
+
+def evaluate_sides(s: Setup, state: TrainState) -> Iterator[dict[str, Any]]:
+    """Rows of kind "eval": under the rollout's precision, then under the trainer's (the same numbers where they are equal)."""
+    scores = {}
+    for side, precision in (("rollout", s.recipe.rollout), ("trainer", s.recipe.trainer)):
+        if precision not in scores:
+            packed = pack_program(s.model, precision, bool(state.quant))(state.params, state.quant)
+            scores[precision] = evaluate(s, packed, state.quant, precision)
+        yield {"kind": "eval", "precision": side, **scores[precision]}
+
+
+# The loop -------------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds since the last call."""
+
+    def __init__(self):
+        self._last = time.perf_counter()
+
+    def __call__(self) -> float:
+        now = time.perf_counter()
+        self._last, elapsed = now, now - self._last
+        return elapsed
+
+
+def group_prompts(s: Setup, step: int) -> tuple[np.ndarray, np.ndarray, list[Item]]:
+    """The step's prompts, each repeated for its group: rows of a group are consecutive."""
+    n, group = s.cfg.rollout.prompts, s.cfg.rollout.group_size
+    prompts, valid, items = s.cfg.task.prompts(s.cfg.seed, "train", step * n, n)
+    return np.repeat(prompts, group, 0), np.repeat(valid, group, 0), [item for item in items for _ in range(group)]
+
+
+def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict[str, Any]]:
+    """One step on the prompts of `group_prompts` -> (state, metrics row): everything that is always logged, with
+    seconds by phase.
+    """
+    prompts, valid, items = drawn
+    clock, seconds = _Clock(), {}
+    key, rollout_key = jax.random.split(state.key)
+    state = state.replace(key=key)
+    packed = pack_program(s.model, s.recipe.rollout, bool(state.quant))(state.params, state.quant)
+    jax.block_until_ready(packed)
+    seconds["pack"] = clock()
+    program = rollout_program(s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    batch = program(packed, state.quant, prompts, valid, rollout_key, state.step)
+    jax.block_until_ready(batch)
+    seconds["rollout"] = clock()
+    reward = rewards(s.cfg.task, items, batch, s.shape[1])
+    check_rewards(reward)
+    advantage = ADVANTAGES[s.cfg.advantage](jnp.asarray(reward), s.cfg.rollout.group_size)
+    batch = batch.replace(reward=jnp.asarray(reward), advantage=advantage)
+    sampled = int(np.asarray(batch.mask).sum())
+    seconds["reward"] = clock()
+    state, metrics = update_program(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, s.cfg.update, s.shape)(
+        state, batch
+    )
+    metrics = jax.device_get(metrics)
+    bad = [k for k, v in metrics.items() if not np.isfinite(v)]
+    if bad:
+        raise FloatingPointError(
+            f"step {int(state.step)}: {', '.join(bad)} not finite; the weights are no longer usable"
+        )
+    seconds["update"] = clock()
+    row = {"kind": "train", "step": int(state.step), **{k: float(v) for k, v in metrics.items()}}
+    row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
+    return state, row | {f"seconds/{k}": v for k, v in seconds.items()}
+
+
+def init_state(s: Setup, params: Any) -> TrainState:
+    """Step 0: f32 masters, a fresh optimizer, channel orders where the recipe reads them."""
+    params = jax.tree.map(jnp.array, params)  # own buffers: the update donates them
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=make_optimizer(s.cfg.optim).init(params),
+        key=jax.random.key(s.cfg.seed),
+        quant=calibrate(s, params, 0),
+    )
+
+
+def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> TrainState:
+    """One run into `folder`: config.json, metrics.jsonl, weights, run.json. `on_step` sees every training row.
+
+    Raises FileExistsError when the folder already holds a run, ValueError on a bad config.
+    """
+    params, model, _ = load_weights(cfg.init)
+    s = setup(cfg, model)
+    if (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} already holds a run; choose another --workdir or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config_tree.to_json(cfg))
+    started = time.perf_counter()
+    info = {
+        "label": s.recipe.label,
+        "rollout": s.recipe.rollout.name,
+        "trainer": s.recipe.trainer.name,
+        "status": "running",
+    }
+    _write_json(folder / "run.json", info)
+    try:
+        state = _steps(s, init_state(s, params), folder, on_step)
+    except BaseException as error:
+        _write_json(folder / "run.json", info | {"status": f"failed: {type(error).__name__} {error}".strip()})
+        raise
+    meta = {"config": config_tree.to_json(cfg), "steps": cfg.steps}
+    save_weights(folder / "weights.msgpack", state.params, model, meta)
+    _write_json(folder / "run.json", info | {"status": "finished", "seconds": time.perf_counter() - started})
+    return state
+
+
+def _steps(s: Setup, state: TrainState, folder: Path, on_step: Callable[[dict[str, Any]], None]) -> TrainState:
+    cfg = s.cfg
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for row in evaluate_sides(s, state):
+            writer.write({"step": 0, **row})
+        drawn = group_prompts(s, 0)
+        for step in range(1, cfg.steps + 1):
+            refreshed = {}
+            if cfg.recipe.refresh_every and step > 1 and (step - 1) % cfg.recipe.refresh_every == 0:
+                state, refreshed = _refresh(s, state, step)
+            state, row = rl_step(s, state, drawn)
+            writer.write(row | refreshed)
+            on_step(row)
+            if step < cfg.steps:
+                drawn = group_prompts(s, step)
+            if step % cfg.eval.every == 0 or step == cfg.steps:
+                for row in evaluate_sides(s, state):
+                    writer.write({"step": step, **row})
+    return state
+
+
+def _refresh(s: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
+    """New channel orders between steps, and how many compensated channels they change."""
+    quant = calibrate(s, state.params, step * CALIBRATION_ROWS)
+    ratio = max(spec.ratio for r in s.cfg.recipe.roles if (spec := s.recipe.rollout.role(r).residual))
+    return state.replace(quant=quant), {"refresh/changed": float(changed_channels(state.quant, quant, ratio))}
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,43 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from quads_jax.checkpoints import SHIPPED, load_weights, save_weights
+from quads_jax.models.decoder import parameter_count
+from tests.tiny import MODEL, params
+
+
+def test_round_trip_is_the_bf16_rounding(tmp_path):
+    tree = params()
+    save_weights(tmp_path / "w.msgpack", tree, MODEL, {"note": "x"})
+    loaded, model, meta = load_weights(tmp_path / "w.msgpack")
+    assert model == MODEL and meta["note"] == "x"
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16").astype("float32")), loaded, tree)
+    save_weights(tmp_path / "again.msgpack", loaded, MODEL, {})
+    assert (tmp_path / "again.msgpack").read_bytes() == (tmp_path / "w.msgpack").read_bytes()
+
+
+def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no weights file .*nothing.msgpack"):
+        load_weights(tmp_path / "nothing.msgpack")
+    path = tmp_path / "w.msgpack"
+    save_weights(path, params(), MODEL, {})
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ValueError, match="damaged"):
+        load_weights(path)
+    path.write_bytes(good)
+    meta = json.loads(path.with_suffix(".json").read_text())
+    meta["model"]["d_expert"] = 48
+    path.with_suffix(".json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"does not fit its model config:\n.*down.*\(2, 4, 32, 32\).*\(2, 4, 32, 48\)"):
+        load_weights(path)
+
+
+def test_the_shipped_checkpoint_is_small_and_says_where_it_came_from():
+    assert SHIPPED.stat().st_size <= 4 * 2**20
+    tree, model, meta = load_weights("shipped")
+    assert meta["figures"]["prompts"] >= 4096 and 0.5 < meta["figures"]["pass@1"] < 0.95
+    assert meta["config"]["seed"] == 0 and parameter_count(tree) * 2 <= SHIPPED.stat().st_size

@@ -1,0 +1,155 @@
+import io
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quads_jax.metrics import MetricsWriter, Progress, duration, read_metrics
+
+
+def test_rows_come_back_as_plain_python(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"kind": "train", "step": np.int64(3), "a": np.float32(0.5), "b": jnp.float32(0.25),
+                      "c": jnp.bfloat16(2), "d": jnp.int32(7), "e": np.bool_(True), "f": None, "g": False})
+    row = {"kind": "train", "step": 3, "a": 0.5, "b": 0.25, "c": 2.0, "d": 7, "e": True, "f": None, "g": False}
+    (read,) = read_metrics(path)
+    assert read == row and {key: type(value) for key, value in read.items()} == {k: type(v) for k, v in row.items()}
+
+
+def test_non_finite_floats_are_valid_json_and_come_back_as_floats(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"a": math.nan, "b": np.float32(np.inf), "c": jnp.float32(-jnp.inf)})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": "nan", "b": "inf", "c": "-inf"}
+    (row,) = read_metrics(path)
+    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf
+
+
+def test_every_row_is_on_disk_at_once_and_a_new_writer_appends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsWriter(path)
+    first.write({"step": 0})
+    assert read_metrics(path) == [{"step": 0}]  # not closed yet
+    first.close()
+    with MetricsWriter(path) as second:
+        second.write({"step": 1})
+    assert read_metrics(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_half_written_last_line_is_left_out_and_overwritten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "rew')
+    assert read_metrics(path) == [{"step": 0}]
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1})
+    assert read_metrics(path) == [{"step": 0}, {"step": 1}]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "rew', "3"])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), jnp.zeros((1,)), [1], {"a": 1}, object(), "nan"])
+def test_what_is_no_scalar_is_refused_by_name_and_writes_nothing(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer, pytest.raises(ValueError, match="'gap/mean'"):
+        writer.write({"step": 1, "gap/mean": value})
+    assert path.read_text() == ""
+
+
+def test_a_traced_value_is_refused(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer, pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda x: writer.write({"x": x}))(1.0)
+
+
+class Stream(io.StringIO):
+    def __init__(self, tty):
+        super().__init__()
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def progress(tty, total=10):
+    stream, clock = Stream(tty), Clock()
+    return Progress(total, "QUADS seed 0", stream, clock=clock), stream, clock
+
+
+def test_progress_shows_figures_rate_and_time_left():
+    bar, stream, clock = progress(tty=False)
+    bar.update(1, reward=0.51239, gap=1.5e-5)  # compilation lies before it: no rate yet
+    clock.now += 8
+    bar.update(3, reward=0.6)
+    clock.now += 6
+    bar.update(10, reward=0.7)
+    assert stream.getvalue().splitlines() == [
+        "QUADS seed 0  1/10  reward 0.5124  gap 1.5e-05",
+        "QUADS seed 0  3/10  reward 0.6  4.00 s/step  ETA 0:28",  # 8 s for 2 steps; 7 are left
+        "QUADS seed 0  10/10  reward 0.7  1.56 s/step  ETA 0:00",  # 14 s for 9
+    ]
+
+
+def test_progress_prints_at_most_every_interval_and_the_end():
+    bar, stream, clock = progress(tty=False, total=100)
+    for step in range(1, 101):
+        bar.update(step)
+        clock.now += 0.125
+    bar.finish()
+    bar.finish()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[3] for line in lines] == ["1/100", "41/100", "81/100", "100/100"]
+    assert lines[1].split("  ")[2:] == ["8.0 steps/s", "ETA 0:07"]  # 59 steps at 8 a second
+
+
+def test_progress_rewrites_one_line_on_a_terminal():
+    bar, stream, clock = progress(tty=True)
+    for step in (1, 2):
+        bar.update(step)
+        clock.now += 0.1
+    bar.finish()
+    assert stream.getvalue() == (
+        "\rQUADS seed 0  1/10\x1b[K\rQUADS seed 0  2/10  10.0 steps/s  ETA 0:01\x1b[K\n")
+
+
+def test_progress_cuts_the_line_to_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    bar, stream, _ = progress(tty=True)
+    bar.update(1)
+    assert stream.getvalue() == "\rQUADS seed \x1b[K"
+
+
+def test_progress_of_a_resumed_run_counts_its_own_steps():
+    bar, stream, clock = progress(tty=False)
+    bar.update(6)
+    clock.now += 10
+    bar.update(8)
+    assert stream.getvalue().splitlines()[-1].endswith("5.00 s/step  ETA 0:10")
+
+
+def test_finish_without_an_update_prints_nothing():
+    for tty in (False, True):
+        bar, stream, _ = progress(tty)
+        bar.finish()
+        assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00"),
+                                           (36061, "10:01:01")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,40 @@
+"""`check_model` refuses sizes that no model has and options without effect."""
+
+import pytest
+
+from quads_jax.models.config import ModelConfig, check_model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"experts": 0}, {"d_shared": 64, "shared_gate": True}, {"dense_layers": (0, 3)}, {"top_k": 8}],
+)
+def test_valid(options):
+    check_model(ModelConfig(vocab_size=16, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
+        ({"d_mlp": 0}, "d_mlp=0 must be at least 1"),
+        ({"d_expert": -1}, "d_expert=-1 must be at least 1"),
+        ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ({"top_k": 0}, "top_k=0 must be in 1..experts=8"),
+        ({"top_k": 9}, "top_k=9 must be in 1..experts=8"),
+        ({"head_dim": 33}, "head_dim=33 must be even"),
+        ({"experts": -1}, "experts=-1"),
+        ({"d_shared": -2}, "d_shared=-2"),
+        ({"qk_norm": "layer"}, "qk_norm='layer' is not one of none, head, projection"),
+        ({"dense_layers": (4,)}, r"dense_layers names layer 4, but there are layers 0\.\.3"),
+        ({"dense_layers": (-1,)}, "dense_layers names layer -1"),
+        ({"dense_layers": (0,), "experts": 0}, "no effect without experts"),
+        ({"d_shared": 64, "experts": 0}, "d_shared=64 has no effect without a MoE layer"),
+        ({"shared_gate": True}, "shared_gate=True has no effect"),
+    ],
+)
+def test_invalid(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_model(ModelConfig(**{"vocab_size": 16} | options))

@@ -1,0 +1,61 @@
+"""RMSNorm, rotary embeddings and the dense MLP against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from quads_jax.models.layers import MLP, RMSNorm, rotary
+from quads_jax.precision import Precision
+
+
+def test_rms_norm():
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(size=(3, 5, 24)) * np.logspace(-4, 4, 5)[:, None], rng.normal(size=24)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+    params = {"params": {"scale": jnp.float32(scale)}}
+    y = RMSNorm(1e-6, "float32").apply(params, jnp.float32(x))
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-9)  # observed 2e-7
+
+    half = RMSNorm(1e-6, "bfloat16").apply(params, jnp.float32(x))
+    assert half.dtype == jnp.bfloat16
+    unit = (expected / scale).astype(np.float32).astype(ml_dtypes.bfloat16)  # cast, then scaled in bfloat16
+    rounded = unit * scale.astype(np.float32).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(half), rounded)
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_rotary_is_a_complex_rotation_of_the_two_halves(theta):
+    x = np.random.default_rng(1).normal(size=(2, 6, 3, 16))
+    positions = np.array([[0, 1, 2, 3, 4, 511], [0, 0, 0, 5, 6, 7]])
+    angle = positions[..., None, None] * theta ** (-np.arange(8) / 8)
+    turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angle)
+    y = rotary(jnp.float32(x), jnp.int32(positions), theta)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=5e-5)  # observed 1e-5, at position 511
+    np.testing.assert_array_equal(y[:, 0], jnp.float32(x)[:, 0])  # position 0
+
+
+def test_rotary_products_depend_on_relative_position():
+    rng = np.random.default_rng(2)
+    q, k = (jnp.float32(rng.normal(size=(1, 5, 1, 16))) for _ in range(2))
+    at = jnp.arange(5)[None]
+    scores = [
+        np.einsum("bihd,bjhd->ij", rotary(q, at + shift, 1e4), rotary(k, at + shift, 1e4)) for shift in (0, 7, 300)
+    ]
+    np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=1e-5)  # observed 1e-6
+    np.testing.assert_allclose(scores[2], scores[0], rtol=0, atol=5e-5)  # observed 1e-5
+    moved = np.einsum("bihd,bjhd->ij", rotary(q, at + 1, 1e4), rotary(k, at, 1e4))
+    assert np.abs(moved - scores[0]).max() > 0.1
+
+
+def test_mlp_is_swiglu_with_gate_first():
+    rng = np.random.default_rng(3)
+    x, gate, up, down = (rng.normal(size=s) for s in ((2, 4, 8), (6, 8), (6, 8), (8, 6)))
+    g = x @ gate.T
+    expected = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+    params = {"gate_up": jnp.float32(np.concatenate([gate, up])), "down": jnp.float32(down)}
+    y = MLP(6, Precision(dtype="float32"), name="mlp").apply({"params": params}, jnp.float32(x), None)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5)  # observed 5e-6, values up to 120
+    assert y.dtype == jnp.float32 and isinstance(y, jax.Array)
