@@ -22,7 +22,7 @@ RECIPES = ("BF16", "FP8", "NAIVE", "QUADS")
 
 
 def log_probs(config: TrainConfig) -> dict[int, np.ndarray]:
-    """{rows a call: log-probs f32[n]} of the same reference answers under the rollout's precision, at several batch shapes."""
+    """{rows a call: log-probs f32[n]} of the same reference answers under the rollout's precision."""
     params, model, _ = load_weights(config.init)
     s = setup(config, model)
     quant = init_state(s, params).quant

@@ -91,8 +91,8 @@ class WarmStartConfig:
     seed: int = 0
     steps: int = 600  # at most
     batch: int = 128
-    target: float = 0.5  # held-out pass@1 at temperature 1 to stop at
-    eval_every: int = 10
+    target: float = 0.6  # held-out pass@1 at temperature 1 to stop at
+    eval_every: int = 5
     eval_prompts: int = 512
     final_prompts: int = 4096  # of the figures saved with the weights
     task: Task = SHIPPED_TASK

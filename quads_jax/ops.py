@@ -81,8 +81,7 @@ def permute_weight(w: Array, order: Array) -> Array:
     return jnp.take_along_axis(w, jnp.broadcast_to(index, w.shape), axis=-1)
 
 
-def _as_quantizer_input(w: Array, p: LayerPrecision, order: Array | None) -> Array:
-    w = round_bf16(w)
+def _in_order(w: Array, p: LayerPrecision, order: Array | None) -> Array:
     return permute_weight(w, _need(order)) if p.permuted else w
 
 
@@ -92,7 +91,7 @@ def prepare_weight(w: Array, p: LayerPrecision, order: Array | None = None) -> B
         raise ValueError(
             "prepare_weight needs a LayerPrecision with a weight format; this one keeps weights in the compute dtype"
         )
-    return tensor.quantize(_as_quantizer_input(w, p, order), p.weight, unit=weight_unit(p.weight))
+    return tensor.quantize(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
 
 
 def unpack(params: Any, dtype: str) -> Any:
@@ -110,8 +109,8 @@ def _weight_operand(
     if isinstance(w, BlockTensor):
         return Operand(tensor.values(w).astype(dtype), w.global_scale)
     if p.weight is None:
-        return Operand(w.astype(dtype), None)
-    values, scale = tensor.quantize_values(_as_quantizer_input(w, p, order), p.weight, unit=weight_unit(p.weight))
+        return Operand(_in_order(w, p, order).astype(dtype), None)
+    values, scale = tensor.quantize_values(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
     return Operand(values.astype(dtype), scale)
 
 

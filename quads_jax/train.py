@@ -158,7 +158,7 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision) -> dict[st
 
 
 def evaluate_sides(s: Setup, state: TrainState) -> Iterator[dict[str, Any]]:
-    """Rows of kind "eval": under the rollout's precision, then under the trainer's (the same numbers where they are equal)."""
+    """Rows of kind "eval": under the rollout's precision, then under the trainer's (one measurement if they are equal)."""
     scores = {}
     for side, precision in (("rollout", s.recipe.rollout), ("trainer", s.recipe.trainer)):
         if precision not in scores:

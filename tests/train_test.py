@@ -35,7 +35,8 @@ def config(weights, **changes):
         recipe=RecipeConfig(name="QUADS", refresh_every=2),
         rollout=RolloutConfig(prompts=4, group_size=4),
         update=UpdateConfig(minibatches=2, microbatches=2),
-        optim=OptimConfig(learning_rate=1e-2),
+        # a random model earns no reward, so advantages are 0: weight decay makes every update move the weights
+        optim=OptimConfig(learning_rate=1e-2, weight_decay=10.0),
         eval=EvalConfig(every=2, prompts=16),
     )
     return dataclasses.replace(base, **changes)
@@ -60,10 +61,10 @@ def test_a_run_leaves_config_metrics_and_weights(weights, tmp_path):
     assert 0 <= train_rows[2]["refresh/changed"] <= 1
     saved, model, meta = load_weights(tmp_path / "run/weights.msgpack")
     assert model == MODEL and meta["steps"] == 3
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), saved, params())
-    assert max(jax.tree.leaves(moved)) > 1e-3
-    rounded = jax.tree.map(lambda a: np.asarray(a.astype("bfloat16").astype("float32")), state.params)
-    jax.tree.map(np.testing.assert_array_equal, saved, rounded)
+    rounded = lambda tree: jax.tree.map(lambda a: np.asarray(a.astype("bfloat16").astype("float32")), tree)  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, saved, rounded(state.params))
+    shrunk = jax.tree.map(lambda a, b: float(np.mean(np.abs(a)) / np.mean(np.abs(b))), saved, rounded(params()))
+    assert all(0.4 < ratio < 0.7 for ratio in jax.tree.leaves(shrunk))  # 6 optimizer steps of decay 0.1: 0.53
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["status"] == "finished" and info["rollout"] == "W4A4+RAC 0.5 block" and info["trainer"] == "W4A16"
 
@@ -117,7 +118,7 @@ def test_mutation_stale_packed_weights_are_seen(weights, monkeypatch):
 
     def stale(model, precision, with_orders):
         def packed(tree, quant):
-            first.append(jax.tree.map(np.asarray, tree))
+            first.append(jax.tree.map(np.array, tree))  # copies: the update reuses the buffers
             return first[0]
 
         return packed

@@ -93,10 +93,11 @@ class RMSNorm(nn.Module):
 
     eps: float
     dtype: str
+    axis: str = "embed"  # logical name of the normalised axis
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = weight(self, "scale", (x.shape[-1],), ("embed",), nn.initializers.ones)
+        scale = weight(self, "scale", (x.shape[-1],), (self.axis,), nn.initializers.ones)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return x.astype(self.dtype) * scale.astype(self.dtype)
@@ -148,8 +149,8 @@ class Attention(nn.Module):
 
     def _norm(self, name: str, x: Array) -> Array:
         """RMSNorm of q or k [B,T,H,d], over each head or over the whole projection."""
-        flat = x if self.cfg.qk_norm == "head" else x.reshape(*x.shape[:2], -1)
-        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, name=name)(flat).reshape(x.shape)
+        flat, axis = (x, "head_dim") if self.cfg.qk_norm == "head" else (x.reshape(*x.shape[:2], -1), "heads")
+        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, axis, name=name)(flat).reshape(x.shape)
 
 
 def swiglu(gate_up: Array, dtype: str) -> Array:
