@@ -146,8 +146,12 @@ def _quantizer_input(x: Array, dtype: str) -> Array:
 
 
 def _permute(x: Array, order: Array, ids: Array | None) -> Array:
-    """x [..., K] with K in the channel order i32[K]; or x [M, K] in i32[E, K], of each row's expert ids i32[M]."""
-    return jnp.take(x, order, axis=-1) if order.ndim == 1 else jnp.take_along_axis(x, order[ids], axis=-1)
+    """x [..., K] with K in the channel order i32[K]; or x [M, K] in i32[E, K], of each row's expert ids i32[M].
+
+    An index an element, because `take` of 2-D bf16 rows leads XLA's CPU backend to a dot that it cannot run.
+    """
+    index = order if order.ndim == 1 else order[ids]
+    return jnp.take_along_axis(x, jnp.broadcast_to(index, x.shape), axis=-1)
 
 
 def _activation(

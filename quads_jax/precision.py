@@ -79,6 +79,8 @@ def make_precision(
     name: str, layer: LayerPrecision, roles: tuple[str, ...] = DEFAULT_ROLES, dtype: str = "bfloat16"
 ) -> Precision:
     """`layer` on the given roles and the compute dtype on the others."""
+    if not roles:
+        raise ValueError(f"roles is empty: nothing would be quantized; name some of {', '.join(ROLES)}")
     unknown = [r for r in roles if r not in ROLES]
     if unknown:
         raise ValueError(

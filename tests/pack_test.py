@@ -19,10 +19,11 @@ from quads_jax.precision import ROLES, LayerPrecision, Precision, make_precision
 from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.tensor import BlockTensor, quantize
 
-# Every GEMM there is: a dense layer, two scanned MoE layers with a shared expert, an untied head.
+# Every GEMM there is: a dense layer, two scanned MoE layers with a shared expert, an untied head. All weights of one
+# matrix are [128, 64] or [64, 64], so that few programs read them all.
 MODEL = ModelConfig(
-    vocab_size=24, d_model=64, layers=3, heads=2, kv_heads=1, head_dim=16, d_mlp=48, experts=3, top_k=2, d_expert=32,
-    d_shared=16, shared_gate=True, dense_layers=(0,), tied_head=False,
+    vocab_size=128, d_model=64, layers=3, heads=4, kv_heads=2, head_dim=16, d_mlp=64, experts=3, top_k=2, d_expert=64,
+    d_shared=64, shared_gate=True, dense_layers=(0,), tied_head=False,
 )  # fmt: skip
 GEMMS = {
     "head/kernel": "head",
@@ -64,19 +65,22 @@ def named(tree):
     return {"/".join(leaf_name(path)): leaf for path, leaf in leaves}
 
 
-def channel_orders(seed=3):
-    """A random order for every GEMM input: the `quant` collection. Experts have their own for `down`."""
-    rng = np.random.default_rng(seed)
+def channel_orders(params, draw):
+    """The `quant` collection with an order draw(K) for every GEMM input. Experts have their own for `down`."""
     tree = {}
-    for name, leaf in named(random_params(MODEL)).items():
+    for name, leaf in named(params).items():
         path = tuple(name.split("/"))
         if gemm_role(path) is None:
             continue
-        lead = leaf.shape[:-2] if path[-2:] == ("experts", "down") else leaf.shape[: leaf.ndim - 2][:1]
+        sites = leaf.shape[:-2] if path[-2:] == ("experts", "down") else leaf.shape[:-2][:1]
         node = functools.reduce(lambda n, key: n.setdefault(key, {}), path[:-1], tree)
-        draws = [rng.permutation(leaf.shape[-1]) for _ in range(int(np.prod(lead)))]
-        node[path[-1]] = np.int32(draws).reshape(*lead, leaf.shape[-1])
+        orders = [draw(leaf.shape[-1]) for _ in range(int(np.prod(sites)))]
+        node[path[-1]] = np.int32(orders).reshape(*sites, leaf.shape[-1])
     return tree
+
+
+def random_orders(params):
+    return channel_orders(params, np.random.default_rng(3).permutation)
 
 
 @functools.cache
@@ -84,7 +88,7 @@ def packer(precision):
     return jax.jit(lambda params, quant: pack(params, quant, precision))
 
 
-# Structure --------------------------------------------------------------------------------------------------------------
+# Structure -----------------------------------------------------------------------------------------------------------
 
 
 def test_gemm_weights_are_packed_and_nothing_else():
@@ -112,7 +116,7 @@ def test_one_global_scale_a_matrix():
 
 
 def check_shared_scale(packed):
-    """Raises unless gate + up, and q + k + v, of a layer and expert share one global scale: amax / 2688 over all of them."""
+    """Raises unless all of a matrix, gate + up or q + k + v, has the one global scale amax / 2688."""
     masters = named(random_params(MODEL))
     for name, leaf in named(packed).items():
         if is_packed(leaf):
@@ -133,16 +137,14 @@ def test_packed_bytes():
 
 
 def test_packing_twice_gives_the_same_bytes():
-    quads = recipe("QUADS", policy="static", roles=ROLES).rollout
-    params, quant = random_params(MODEL), channel_orders()
-    again = jax.jit(lambda p, q: pack(p, q, quads))
-    jax.tree.map(np.testing.assert_array_equal, packer(quads)(params, quant), again(params, quant))
+    params = random_params(MODEL)
+    jax.tree.map(np.testing.assert_array_equal, *(packer(FOUR_BIT)(params, {}) for _ in range(2)))
 
 
 def test_packing_packed_parameters_raises():
     packed = jax.eval_shape(lambda p: pack(p, {}, FOUR_BIT), random_params(MODEL))
     for precision in (FOUR_BIT, Precision()):
-        with pytest.raises(ValueError, match=r"head/kernel is packed already \(nvfp4\): pack the trainer's f32 masters"):
+        with pytest.raises(ValueError, match=r"head/kernel is packed already \(nvfp4\): pack the trainer's f32"):
             jax.eval_shape(lambda p, precision=precision: pack(p, {}, precision), packed)
 
 
@@ -152,7 +154,7 @@ def test_a_missing_channel_order_raises():
         jax.eval_shape(lambda p: pack(p, {}, static), random_params(MODEL))
 
 
-# Trainer and rollout ----------------------------------------------------------------------------------------------------
+# Trainer and rollout -------------------------------------------------------------------------------------------------
 
 
 def fine_params():
@@ -167,56 +169,45 @@ def fine_params():
     return jax.tree_util.tree_map_with_path(one, random_params(MODEL))
 
 
-def read_out(leaf, layer, order):
-    """The weight that a GEMM under `layer` multiplies by, f32 of the leaf's shape: its product with the identity.
+@functools.partial(jax.jit, static_argnums=1)
+def read_out(weight, layer, order):
+    """The weight [N, K] or [E, N, K] that a GEMM under `layer` multiplies by, f32: its product with the identity.
 
     A row of the product has one term that is not zero: nothing is summed, and every bit of the operand is kept.
     """
-    *lead, _, k = leaf.shape
-    layer = dataclasses.replace(layer, activation=None, residual=None)
+    *experts, _, k = weight.shape
     identity = jnp.eye(k, dtype=jnp.bfloat16)
-    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[-2:]), leaf)
-    count = int(np.prod(lead))
-    orders = None if order is None else jnp.broadcast_to(order.reshape(-1, k), (count, k))
-    if not lead:
-        return ops.project(identity, leaf, layer, order=order).T
-    sizes = jnp.full((count,), k, jnp.int32)
-    y = ops.grouped_project(jnp.tile(identity, (count, 1)), flat, sizes, layer, order=orders)
-    return jnp.swapaxes(y.reshape(*lead, k, -1), -1, -2)
+    if not experts:
+        return ops.project(identity, weight, layer, order=order).T
+    sizes = jnp.full(experts, k, jnp.int32)
+    y = ops.grouped_project(jnp.tile(identity, (*experts, 1)), weight, sizes, layer, order=order)
+    return jnp.swapaxes(y.reshape(*experts, k, -1), -1, -2)
 
 
-def operands(params, quant, precision):
-    """Every GEMM's weight as it is multiplied, by name, of masters or packed parameters; orders from `quant`."""
-    result = {}
-    for name, leaf in named(params).items():
-        path = tuple(name.split("/"))
-        if (role := gemm_role(path)) is not None:
-            layer = precision.role(role)
-            order = lookup(quant, path) if layer.permuted else None
-            if order is not None and path[-2:] == ("experts", "gate_up"):
-                order = jnp.repeat(order, leaf.shape[1], axis=0)
-            result[name] = read_out(leaf, layer, order)
-    return result
+def operands(name, leaf, layer, quant):
+    """Each layer's weight of a GEMM as it is multiplied, of a master or packed leaf; orders from `quant`."""
+    path = tuple(name.split("/"))
+    layer = dataclasses.replace(layer, activation=None, residual=None)
+    order = lookup(quant, path) if layer.permuted else None
+    if path[0] == "head":
+        return [read_out(leaf, layer, order)]
+    of_layer = [jax.tree.map(lambda a, i=i: a[i], (leaf, order)) for i in range(leaf.shape[0])]
+    return [read_out(weight, layer, its_order) for weight, its_order in of_layer]
 
 
-def sides(trainer, rollout, packing=pack):
-    """(operands of the trainer's masters, of the rollout's packed parameters), each from a jit of its own."""
-    params, quant = fine_params(), channel_orders()
-    packed = jax.jit(lambda p, q: packing(p, q, rollout))(params, quant)
-    assert any(is_packed(leaf) for leaf in named(packed).values())
-    return (
-        jax.jit(lambda p, q: operands(p, q, trainer))(params, quant),
-        jax.jit(lambda p, q: operands(p, q, rollout))(packed, quant),
-    )
-
-
-def check_same_operands(trainer, rollout, **options):
-    """Raises unless both sides multiply by the same bits in every GEMM."""
-    ours, theirs = sides(trainer, rollout, **options)
-    assert ours.keys() == theirs.keys() == GEMMS.keys()
-    for name, weight in ours.items():
-        np.testing.assert_array_equal(weight, theirs[name], err_msg=name)
-        assert np.asarray(weight).any()
+def check_same_operands(trainer, rollout, packing=None, names=tuple(GEMMS)):
+    """Raises unless both sides, each in programs of its own, multiply by the same bits in every named GEMM."""
+    params = fine_params()
+    quant = random_orders(params)
+    packed = named(jax.device_get((packing or packer(rollout))(params, quant)))
+    for name in names:
+        role = GEMMS[name]
+        assert is_packed(packed[name])
+        ours = operands(name, named(params)[name], trainer.role(role), quant)
+        theirs = operands(name, packed[name], rollout.role(role), quant)
+        for a, b in zip(ours, theirs, strict=True):
+            assert np.asarray(a).any()
+            np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 def pair(name, **options):
@@ -225,7 +216,7 @@ def pair(name, **options):
 
 
 PAIRS = {
-    "block": pair("QUADS", policy="block"),
+    "block": (FOUR_BIT, FOUR_BIT),
     "static": pair("QUADS", policy="static"),
     "fp8": (make_precision("W8A16", LayerPrecision(weight=FP8), ROLES), pair("FP8")[1]),
 }
@@ -236,48 +227,47 @@ def test_trainer_and_rollout_multiply_by_the_same_weights(case):
     check_same_operands(*PAIRS[case])
 
 
-def test_recipes_share_the_weights_of_w4a16():
-    # so the case "block" above stands for these recipes too
-    for name in ("QAT", "QUADS", "SYM"):
-        trainer, rollout = pair(name)
-        assert dataclasses.replace(trainer.experts, activation=None) == recipe("W4A16").rollout.experts
-        assert rollout.experts.weight == trainer.experts.weight and rollout.experts.permuted == trainer.experts.permuted
+@pytest.mark.parametrize("name", ["W4A16", "NAIVE", "QAT", "QUADS", "SYM"])
+def test_recipes_share_the_weights_of_w4a16(name):
+    # the case "block" above stands for these recipes: packing does not look at activations
+    trainer, rollout = pair(name)
+    assert trainer == FOUR_BIT or name in ("W4A16", "NAIVE", "SYM")
+    program = lambda precision: str(jax.make_jaxpr(lambda p: pack(p, {}, precision))(random_params(MODEL)))  # noqa: E731
+    assert program(rollout) == program(FOUR_BIT)
 
 
-def test_mutation_masters_not_rounded_on_one_side():
-    def unrounded(params, quant, precision):
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if gemm_role(leaf_name(path)) is None else quantize(leaf, NVFP4, unit="expert"),
-            params,
-        )
-
-    with pytest.raises(AssertionError, match="kernel|qkv|out|gate_up|down"):
-        check_same_operands(*PAIRS["block"], packing=unrounded)
+FUSED = ("run_0/attention/qkv", "run_0/mlp/gate_up")
 
 
-def split_scales(params, quant, precision):
-    """pack, but with a global scale of its own for each half of a fused weight (gate and up; q and k + v)."""
-
-    def one(path, leaf):
-        if leaf_name(path)[-1] not in ("qkv", "gate_up"):
-            return leaf
-        halves = jnp.stack(jnp.split(jnp.asarray(leaf), 2, axis=-2))
-        halves = ops.prepare_weight(halves, precision.experts)
-        join = lambda a: jnp.concatenate([a[0], a[1]], axis=-2)  # noqa: E731
-        scale = jnp.repeat(halves.global_scale, halves.codes.shape[-2], axis=-2)
-        joined = dataclasses.replace(halves, codes=join(halves.codes), block_scale=join(halves.block_scale))
-        return dataclasses.replace(joined, global_scale=join(scale))
-
-    fused = jax.tree_util.tree_map_with_path(one, params)
-    others = pack(params, quant, precision)
-    return jax.tree.map(lambda a, b: a if is_packed(a) else b, fused, others, is_leaf=is_packed)
+def only(names, change):
+    """Like `pack`, but of the named leaves alone and by `change`."""
+    return jax.jit(lambda params, quant: {name: change(leaf) for name, leaf in named(params).items() if name in names})
 
 
-def test_mutation_separate_global_scales():
-    with pytest.raises(AssertionError, match="qkv|gate_up"):
-        check_same_operands(*PAIRS["block"], packing=split_scales)
-    with pytest.raises(AssertionError, match="qkv|gate_up"):
-        check_shared_scale(jax.jit(lambda p: split_scales(p, {}, FOUR_BIT))(random_params(MODEL)))
+def halves_apart(leaf):
+    """Packed with a global scale of its own for each half: gate and up, or q and k + v."""
+    halves = jnp.split(jnp.asarray(leaf), 2, axis=-2)
+    packed = [ops.prepare_weight(half, LayerPrecision(weight=NVFP4)) for half in halves]
+    packed = [dataclasses.replace(t, global_scale=jnp.broadcast_to(t.global_scale, (*t.shape[:-1], 1))) for t in packed]
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-2), *packed)
+
+
+MUTATIONS = {
+    "masters are not rounded to BF16 on one side": lambda leaf: quantize(leaf, NVFP4, unit="expert"),
+    "gate and up, q and k + v have global scales of their own": halves_apart,
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutation(mutation):
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        check_same_operands(*PAIRS["block"], packing=only(FUSED, MUTATIONS[mutation]), names=FUSED)
+
+
+def test_mutation_separate_global_scales_on_both_sides():
+    packed = only(FUSED, halves_apart)(random_params(MODEL), {})
+    with pytest.raises(AssertionError):
+        check_shared_scale(packed)
 
 
 def test_teacher_forced_logits_of_both_sides_are_equal_bitwise():
