@@ -195,15 +195,20 @@ def chosen_by_numpy(residual, policy, order, num):
     return keep
 
 
-def compensated_by_numpy(x, w, policy, order, num):
-    """Y = dq(Xq) dq(Wq)^T + dq(Rq) dq(Wq)^T in float64; K in channel order for policy static."""
-    if policy == "static":
-        x, w, order = x[:, order], w[:, order], np.arange(x.shape[1])
+def compensated_activation(x, policy, order, num):
+    """dq(Xq) + dq(Rq) in float64."""
     xq = dq(x, NVFP4, "token")
     residual = np.float32(bf16(x) - xq)
     kept = np.where(chosen_by_numpy(residual, policy, order, num), residual, np.float32(0))
     rq, scale = numpy_quantize(kept, NVFP4, "token", amax=np.abs(bf16(x)).max(-1, keepdims=True))
-    return (xq + np.float64(rq) * scale) @ dq(w, NVFP4).T
+    return xq + np.float64(rq) * scale
+
+
+def compensated_by_numpy(x, w, policy, order, num):
+    """Y = (dq(Xq) + dq(Rq)) dq(Wq)^T in float64; K in channel order for policy static."""
+    if policy == "static":
+        x, w, order = x[:, order], w[:, order], np.arange(x.shape[1])
+    return compensated_activation(x, policy, order, num) @ dq(w, NVFP4).T
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -386,12 +391,15 @@ def test_mutation_plain_autodiff():
         check_straight_through(pullback(through_rounding))
 
 
-def test_symmetric_gradients_read_the_quantized_activation():
+@pytest.mark.parametrize("policy", [None, "token"])
+def test_symmetric_gradients_read_the_activation_that_was_used(policy):
     x, w, g = bf16(normal(M, K)), normal(N, K, seed=1), normal(M, N, seed=2)
-    _, dx, dw = dense(W4A4, "float32")(x, w, g)
+    p = W4A4 if policy is None else with_residual(W4A4, 0.5, policy)
+    used = dq(x, NVFP4, "token") if policy is None else compensated_activation(x, policy, None, K // 2)
+    _, dx, dw = dense(p, "float32")(x, w, g)
     # observed: 1.0e-7
     assert relative(dx, np.float64(g) @ dq(w, NVFP4)) < 1e-6
-    assert relative(dw, np.float64(g).T @ dq(x, NVFP4, "token")) < 1e-6
+    assert relative(dw, np.float64(g).T @ used) < 1e-6
 
 
 def test_gradients_return_to_the_natural_channel_order():

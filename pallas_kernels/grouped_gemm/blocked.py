@@ -19,8 +19,8 @@ def block_rows(rows: int, groups: int) -> int:
     return min(256, max(16, 1 << (mean.bit_length() - 1)))
 
 
-def _layout(group_sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> (slot of each row i32[M], which rows are in a group bool[M], group of each block i32[nb])."""
+def _layout(group_sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """-> (slot of each row i32[M], beyond the last block for rows in no group; group of each block i32[nb])."""
     groups = group_sizes.shape[0]
     blocks = -(-rows // block) + groups
     ids, inside = row_groups(group_sizes, rows)
@@ -28,7 +28,7 @@ def _layout(group_sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, j
     first_block, first_row = jnp.cumsum(need) - need, jnp.cumsum(group_sizes) - group_sizes
     slot = first_block[ids] * block + jnp.arange(rows) - first_row[ids]
     slot = jnp.where(inside, slot, blocks * block)  # out of range: dropped by the scatter
-    return slot, inside, jnp.repeat(jnp.arange(groups), need, total_repeat_length=blocks)
+    return slot, jnp.repeat(jnp.arange(groups), need, total_repeat_length=blocks)
 
 
 def _scatter(x: jax.Array, slot: jax.Array, blocks: int, block: int) -> jax.Array:
@@ -39,18 +39,17 @@ def _scatter(x: jax.Array, slot: jax.Array, blocks: int, block: int) -> jax.Arra
 def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """As `reference.dot`: x [M,K], w [E,N,K], group_sizes i32[E] -> f32[M,N]."""
     rows, block = x.shape[0], block_rows(x.shape[0], w.shape[0])
-    slot, inside, group = _layout(group_sizes, rows, block)
+    slot, group = _layout(group_sizes, rows, block)
     xb = _scatter(x, slot, group.shape[0], block)
     y = jnp.einsum("bmk,bnk->bmn", xb, w[group], preferred_element_type=jnp.float32, precision=_precision(x))
-    y = y.reshape(-1, w.shape[1]).at[slot].get(mode="fill", fill_value=0.0)
-    return jnp.where(inside[:, None], y, 0.0)
+    return y.reshape(-1, w.shape[1]).at[slot].get(mode="fill", fill_value=0.0)  # rows outside groups have no slot
 
 
 def outer(g: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """As `reference.outer`: g [M,N], x [M,K] -> f32[E,N,K]."""
     rows, groups = x.shape[0], group_sizes.shape[0]
     block = block_rows(rows, groups)
-    slot, _, group = _layout(group_sizes, rows, block)
+    slot, group = _layout(group_sizes, rows, block)
     gb, xb = (_scatter(a, slot, group.shape[0], block) for a in (g, x))
     partial = jnp.einsum("bmn,bmk->bnk", gb, xb, preferred_element_type=jnp.float32, precision=_precision(x))
     return jax.ops.segment_sum(partial, group, num_segments=groups, indices_are_sorted=True)
