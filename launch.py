@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "main": "experiments.main_job",
     "train": "experiments.train",
     "warm_start": "experiments.warm_start",
+    "evaluate": "experiments.evaluate",
     "batch_shape": "experiments.batch_shape",
     "report": "experiments.report",
 }

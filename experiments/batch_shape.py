@@ -47,8 +47,9 @@ def run() -> None:
     if common.FLAGS.dry_run:
         print(json.dumps({"rows": ROWS, "rows_a_call": CHUNKS, "recipes": RECIPES, "init": base.init}, indent=1))
         return
-    workdir = common.run_folder("batch_shape")
-    workdir.mkdir(parents=True, exist_ok=True)
+    with common.usage_errors():
+        workdir = common.new_folder("batch_shape")
+        setup(base, load_weights(base.init)[1])
     source = {"command": common.command("batch_shape"), "commit": common.commit(), "device": common.device()}
     summary = []
     print("recipe  rows a call  p99 (nats)   max (nats)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -12,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
+from absl import app, flags
 
 from quads_jax import config_tree
+from quads_jax.checkpoints import load_weights
 from quads_jax.config import TrainConfig, check_train
 from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.tasks import TASKS
-from quads_jax.train import train
+from quads_jax.train import setup, train
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,20 +45,25 @@ def refuse_unused(*used: str) -> None:
     """Raises UsageError when a flag was given that this experiment would ignore."""
     for name in _SHORTCUTS:
         if name not in used and FLAGS[name].present:
-            raise _usage(f"--{name} has no effect on this experiment; it reads {', '.join('--' + n for n in used)}")
+            raise app.UsageError(
+                f"--{name} has no effect on this experiment; it reads {', '.join('--' + n for n in used)}"
+            )
 
 
-def _usage(message: str) -> Exception:
-    from absl import app
-
-    return app.UsageError(message)
+@contextlib.contextmanager
+def usage_errors():
+    """Turns the ValueError of a bad config, file or folder into a message without a stack trace."""
+    try:
+        yield
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
 
 
 def configured(config: Any) -> Any:
     """`config` with --task, --recipe, --steps and then every --set applied; a bad one raises UsageError with the valid
     choices.
     """
-    try:
+    with usage_errors():
         if FLAGS["task"].present:
             if FLAGS.task not in TASKS:
                 raise ValueError(f"unknown task {FLAGS.task!r}; tasks are {', '.join(TASKS)}")
@@ -68,21 +75,27 @@ def configured(config: Any) -> Any:
             config = config_tree.override(config, "steps", FLAGS.steps)
         for text in FLAGS.set:
             config = config_tree.override(config, text)
-        return config
-    except ValueError as error:
-        raise _usage(str(error)) from error
+    return config
 
 
-def run_folder(experiment: str) -> Path:
-    """--workdir, or a new folder under runs/."""
-    return Path(FLAGS.workdir or Path("runs") / time.strftime(f"{experiment}-%Y%m%d-%H%M%S"))
+def new_folder(experiment: str) -> Path:
+    """--workdir, or a new folder under runs/: made, and empty. Raises ValueError when it holds something."""
+    folder = Path(FLAGS.workdir or Path("runs") / time.strftime(f"{experiment}-%Y%m%d-%H%M%S"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        used = any(folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"--workdir={folder} cannot be used: {error.strerror}; choose another folder") from error
+    if used:
+        raise ValueError(f"--workdir={folder} is not empty; choose another folder, or remove it")
+    return folder
 
 
 def seeds() -> range:
     """The seeds that --seeds asks for."""
     count = 1 if FLAGS.seeds is None else FLAGS.seeds
     if count < 1:
-        raise _usage(f"--seeds={count} must be at least 1")
+        raise app.UsageError(f"--seeds={count} must be at least 1")
     return range(count)
 
 
@@ -116,10 +129,10 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     """Trains every config into its own folder <label>/seed<k> of the run folder and writes the report, also after a
     failure.
     """
-    try:
+    with usage_errors():
         labels = [check_train(c).label for c in configs]
-    except ValueError as error:
-        raise _usage(str(error)) from error
+        for config in {c.init: c for c in configs}.values():
+            setup(config, load_weights(config.init)[1])
     job = {
         "experiment": experiment,
         "command": command(experiment),
@@ -131,10 +144,8 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     if FLAGS.dry_run:
         print(json.dumps(job, indent=1))
         return
-    workdir = run_folder(experiment)
-    if (workdir / "config.json").exists():
-        raise _usage(f"--workdir={workdir} already holds a job; choose another folder")
-    workdir.mkdir(parents=True, exist_ok=True)
+    with usage_errors():
+        workdir = new_folder(experiment)
     (workdir / "config.json").write_text(json.dumps(job, indent=1) + "\n")
     describe(labels, configs, workdir)
     progress = Progress(sum(c.steps for c in configs), "", sys.stdout)

@@ -16,10 +16,8 @@ def run() -> None:
         raise app.UsageError("--experiment=report needs --workdir=FOLDER of an earlier job")
     if not Path(common.FLAGS.workdir).is_dir():
         raise app.UsageError(f"--workdir={common.FLAGS.workdir} is not a folder")
-    try:
+    with common.usage_errors():
         print(write_report(common.FLAGS.workdir))
-    except ValueError as error:
-        raise app.UsageError(str(error)) from error
 
 
 if __name__ == "__main__":

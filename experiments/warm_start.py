@@ -9,7 +9,7 @@ from absl import app
 
 from experiments import common
 from quads_jax import config_tree
-from quads_jax.config import WarmStartConfig
+from quads_jax.config import WarmStartConfig, check_warm_start
 from quads_jax.metrics import Progress
 from quads_jax.supervised import warm_start
 
@@ -20,7 +20,9 @@ def run() -> None:
     if common.FLAGS.dry_run:
         print(json.dumps(config_tree.to_json(config), indent=1))
         return
-    folder = common.run_folder("warm_start")
+    with common.usage_errors():
+        check_warm_start(config)
+        folder = common.new_folder("warm_start")
     print(
         f"warm start into {folder}: {config.task} until pass@1 reaches {config.target}, at most {config.steps} steps",
         flush=True,
@@ -32,8 +34,12 @@ def run() -> None:
         figures.update({k: row[k] for k in ("nll", "pass@1") if k in row})
         progress.update(row["step"], **figures)
 
-    saved = warm_start(config, folder, on_step)
-    progress.finish()
+    try:
+        saved = warm_start(config, folder, on_step)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from error
+    finally:
+        progress.finish()
     print(f"{folder / 'weights.msgpack'}: {json.dumps(saved)}\nuse it with --set=init={folder / 'weights.msgpack'}")
 
 

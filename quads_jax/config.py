@@ -8,7 +8,7 @@ from typing import Any
 
 from quads_jax import config_tree
 from quads_jax.models.config import ModelConfig, check_model
-from quads_jax.precision import DEFAULT_ROLES, Recipe, recipe
+from quads_jax.precision import DEFAULT_ROLES, RECIPES, Recipe, recipe
 from quads_jax.rl.advantage import ADVANTAGES
 from quads_jax.rl.sampling import SamplingConfig, check_sampling
 from quads_jax.rl.update import OptimConfig, UpdateConfig
@@ -99,6 +99,55 @@ class WarmStartConfig:
     model: ModelConfig = ModelConfig(vocab_size=SHIPPED_TASK.tokenizer.vocab_size, d_model=96, layers=3, d_expert=96)
     optim: OptimConfig = OptimConfig(learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=0.01)
     balance_weight: float = 0.01  # of the load-balancing loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Scores of one checkpoint on fixed held-out prompts of each of the task's components."""
+
+    init: str = "shipped"
+    task: Task = SHIPPED_TASK
+    recipes: tuple[str, ...] = ("BF16", "W4A16", "NAIVE", "QUADS:0.5", "QUADS:1")  # their rollout side; ":" a ratio
+    prompts: int = 512
+    samples: int = 8  # answers a prompt, at `temperature`; greedy takes one
+    temperature: float = 1.0
+    ks: tuple[int, ...] = (2, 4, 8)  # of pass@k
+    rows: int = 256  # answers a call
+    seed: int = 0
+
+    def recipe_configs(self) -> list[RecipeConfig]:
+        """The recipes as configs. Raises ValueError on a ratio that is not a number."""
+        out = []
+        for text in self.recipes:
+            name, colon, ratio = text.partition(":")
+            try:
+                out.append(RecipeConfig(name=name, ratio=float(ratio) if colon else None))
+            except ValueError as error:
+                raise ValueError(f"recipes: {text!r} must be NAME or NAME:RATIO, e.g. QUADS:0.5") from error
+        return out
+
+    def rollout(self) -> RolloutConfig:
+        """The batch shape of a call."""
+        return RolloutConfig(prompts=self.rows // 2, group_size=2, temperature=self.temperature)
+
+    def eval(self) -> EvalConfig:
+        return EvalConfig(prompts=self.rows, seed=self.seed)
+
+
+def check_evaluate(cfg: EvaluateConfig) -> None:
+    """Raises ValueError on a config that cannot run or holds a setting without effect."""
+    if not cfg.recipes:
+        raise ValueError(f"recipes is empty: name some of {', '.join(RECIPES)}")
+    for recipe_config in cfg.recipe_configs():
+        recipe_config.resolve()
+    if cfg.rows < 4 or cfg.rows % 4:
+        raise ValueError(f"rows={cfg.rows} must be a positive multiple of 4")
+    for name in ("prompts", "samples"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    unused = [k for k in cfg.ks if not 1 < k <= cfg.samples]
+    if unused:
+        raise ValueError(f"ks: pass@{unused[0]} needs 2..samples={cfg.samples} (pass@1 is always given)")
 
 
 def check_train(cfg: TrainConfig) -> Recipe:

@@ -25,8 +25,8 @@ from quads_jax.rl.losses import masked_mean
 from quads_jax.rl.rollout import rollout
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.update import make_optimizer
-from quads_jax.tasks.base import Task
-from quads_jax.train import rewards, supervised_batch
+from quads_jax.tasks import Prefetch, Task
+from quads_jax.train import held_out_prompts, rewards, supervised_batch
 
 Array = jax.Array
 
@@ -70,10 +70,13 @@ def warm_start(
         return optax.apply_updates(params, updates), opt_state, metrics
 
     score, started = sampled_accuracy(cfg), time.perf_counter()
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
+
+    def draw(step: int):
+        return supervised_batch(task, cfg.seed, "train", step * cfg.batch, cfg.batch)
+
+    with MetricsWriter(folder / "metrics.jsonl") as writer, Prefetch(draw) as batches:
         for step in range(1, cfg.steps + 1):
-            batch = supervised_batch(task, cfg.seed, "train", (step - 1) * cfg.batch, cfg.batch)
-            params, opt_state, metrics = step_fn(params, opt_state, batch)
+            params, opt_state, metrics = step_fn(params, opt_state, next(batches))
             row = {"kind": "train", "step": step, **{k: float(v) for k, v in metrics.items()}}
             if step % cfg.eval_every == 0:
                 row["pass@1"] = score(params, cfg.eval_prompts)
@@ -112,7 +115,7 @@ def sampled_accuracy(cfg: WarmStartConfig) -> Callable[[Any, int], float]:
     def score(params: Any, n: int) -> float:
         packed, total = pack(params, {}, Precision()), 0.0
         for start in range(0, n, cfg.eval_prompts):
-            prompts, valid, items = task.prompts(0, "held_out", start, cfg.eval_prompts)
+            prompts, valid, items = held_out_prompts(task, 0, start, cfg.eval_prompts)
             batch = program(packed, {}, prompts, valid, jax.random.fold_in(jax.random.key(0), start), jnp.int32(0))
             total += float(rewards(task, items, batch, task.prompt_len).sum())
         return total / n

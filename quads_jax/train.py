@@ -26,7 +26,7 @@ from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
 from quads_jax.rl.update import OptimConfig, UpdateConfig, make_optimizer, update
-from quads_jax.tasks.base import Item, Task
+from quads_jax.tasks import Item, Prefetch, Task, mean_by_task
 
 CALIBRATION_ROWS = 256
 
@@ -140,25 +140,38 @@ def supervised_batch(
 
 def rewards(task: Task, items: list[Item], batch: RolloutBatch, prompt_len: int) -> np.ndarray:
     """f32[B] of {0, 1} from the sampled text; decoded and compared on the host, never evaluated."""
-    tokens, finished = np.asarray(batch.tokens)[:, prompt_len:], np.asarray(batch.finished)
-    return task.reward(items, [task.tokenizer.decode(row) for row in tokens], finished)
+    return task.reward(items, decode_responses(task, batch, prompt_len), np.asarray(batch.finished))
+
+
+def decode_responses(task: Task, batch: RolloutBatch, prompt_len: int) -> list[str]:
+    """The sampled texts, up to eos."""
+    return [task.tokenizer.decode(row) for row in np.asarray(batch.tokens)[:, prompt_len:]]
+
+
+@functools.lru_cache(maxsize=64)
+def held_out_prompts(task: Task, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, list[Item]]:
+    """The fixed prompts of evaluations, drawn once: `Task.prompts` of the held-out split."""
+    return task.prompts(seed, "held_out", start, n)
 
 
 def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision) -> dict[str, float]:
     """pass@1 at the training temperature on the fixed held-out prompts, one sample each, from fixed keys."""
     task, cfg = s.cfg.task, s.cfg.eval
     program = rollout_program(s.model, precision, s.sampling, task.tokenizer.pad_id, s.shape)
-    scores = []
+    scores: list[float] = []
+    asked: list[Item] = []
     for start in range(0, cfg.prompts, s.shape[0]):
-        prompts, valid, items = task.prompts(cfg.seed, "held_out", start, s.shape[0])
+        prompts, valid, items = held_out_prompts(task, cfg.seed, start, s.shape[0])
         key = jax.random.fold_in(jax.random.key(cfg.seed), start)
         batch = program(packed, quant, prompts, valid, key, jnp.int32(-1))
-        scores.append(rewards(task, items, batch, s.shape[1]))
-    return {"pass@1": float(np.mean(scores)), "n": cfg.prompts}
+        scores += rewards(task, items, batch, s.shape[1]).tolist()
+        asked += items
+    by_task = mean_by_task(asked, scores) if len(task.labels) > 1 else {}
+    return {"pass@1": float(np.mean(scores)), "n": cfg.prompts, **{f"pass@1/{k}": v for k, v in by_task.items()}}
 
 
 def evaluate_sides(s: Setup, state: TrainState) -> Iterator[dict[str, Any]]:
-    """Rows of kind "eval": under the rollout's precision, then under the trainer's (one measurement if they are equal)."""
+    """Rows of kind "eval": under the rollout's precision, then the trainer's (one measurement if they are equal)."""
     scores = {}
     for side, precision in (("rollout", s.recipe.rollout), ("trainer", s.recipe.trainer)):
         if precision not in scores:
@@ -221,6 +234,8 @@ def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict
         )
     seconds["update"] = clock()
     row = {"kind": "train", "step": int(state.step), **{k: float(v) for k, v in metrics.items()}}
+    if len(s.cfg.task.labels) > 1:
+        row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
     row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
     return state, row | {f"seconds/{k}": v for k, v in seconds.items()}
 
@@ -269,19 +284,16 @@ def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], No
 
 def _steps(s: Setup, state: TrainState, folder: Path, on_step: Callable[[dict[str, Any]], None]) -> TrainState:
     cfg = s.cfg
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
+    with MetricsWriter(folder / "metrics.jsonl") as writer, Prefetch(lambda step: group_prompts(s, step)) as drawn:
         for row in evaluate_sides(s, state):
             writer.write({"step": 0, **row})
-        drawn = group_prompts(s, 0)
         for step in range(1, cfg.steps + 1):
             refreshed = {}
             if cfg.recipe.refresh_every and step > 1 and (step - 1) % cfg.recipe.refresh_every == 0:
                 state, refreshed = _refresh(s, state, step)
-            state, row = rl_step(s, state, drawn)
+            state, row = rl_step(s, state, next(drawn))
             writer.write(row | refreshed)
             on_step(row)
-            if step < cfg.steps:
-                drawn = group_prompts(s, step)
             if step % cfg.eval.every == 0 or step == cfg.steps:
                 for row in evaluate_sides(s, state):
                     writer.write({"step": step, **row})

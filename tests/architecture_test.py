@@ -36,6 +36,7 @@ ALLOWED = {
         "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
+    "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.train": ("quads_jax",),
     "experiments": ("quads_jax",),
     "launch": ("quads_jax", "experiments"),

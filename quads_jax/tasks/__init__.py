@@ -2,8 +2,11 @@
 
 from quads_jax.tasks.base import Item, Task
 from quads_jax.tasks.chain_sum import ChainSum
+from quads_jax.tasks.mixture import Mixture, mean_by_task
+from quads_jax.tasks.prefetch import Prefetch
+from quads_jax.tasks.reasoning_gym import ReasoningGym
 from quads_jax.tasks.tokenizer import CharTokenizer
 
-TASKS = {"chain_sum": ChainSum}
+TASKS = {"chain_sum": ChainSum, "reasoning_gym": ReasoningGym, "mixture": Mixture}
 
-__all__ = ["TASKS", "CharTokenizer", "ChainSum", "Item", "Task"]
+__all__ = ["TASKS", "CharTokenizer", "ChainSum", "Item", "Mixture", "Prefetch", "ReasoningGym", "Task", "mean_by_task"]

@@ -22,10 +22,13 @@ MAX_DRAWS = 10_000  # a prompt space without one prompt of the split in so many 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One question: `prompt`, and `answer`, the whole text that the model should write (without eos)."""
+    """One question: `prompt`, and `answer`, the whole text that the model should write (without eos). In a mixture,
+    `task` is the label of the component that it came from.
+    """
 
     prompt: str
     answer: str
+    task: str = ""
 
 
 def split_of(prompt: str) -> str:
@@ -39,11 +42,53 @@ def uniform_int(rng: random.Random, low: int, high: int) -> int:
     return low + int(rng.random() * (high - low))
 
 
+def item_stream(label: str, seed: int, split: str, i: int) -> random.Random:
+    """Item i's own random stream, keyed by a hash of the arguments: neighbouring ones have nothing in common.
+
+    Raises:
+        ValueError: unknown split or negative i.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+    if i < 0:
+        raise ValueError(f"item index {i} is negative: items count from 0")
+    key = hashlib.sha256(f"{label}/{split}/{seed}/{i}".encode()).digest()
+    return random.Random(int.from_bytes(key, "big"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Task(abc.ABC):
     """A family of verifiable questions. A subclass says how to draw an item and when a response is right."""
 
     name: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """Names the task and its variant: key of its items' random streams and of per-task metrics."""
+        return self.name
+
+    @property
+    def components(self) -> tuple["Task", ...]:
+        """The tasks that items come from: of a mixture its parts, otherwise the task itself."""
+        return (self,)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The components' labels."""
+        return tuple(task.label for task in self.components)
+
+    def component(self, label: str) -> "Task":
+        """The component of that label. Raises ValueError listing the labels."""
+        for task in self.components:
+            if task.label == label:
+                return task
+        raise ValueError(f"no task {label!r} in {self.name}: its labels are {', '.join(self.labels)}")
+
+    def only(self, label: str) -> "Task":
+        """This task with items of one component only, at unchanged prompt and answer lengths: per-task evaluation runs
+        in the same compiled program. Raises ValueError listing the labels.
+        """
+        return self.component(label)
 
     @property
     @abc.abstractmethod
@@ -69,18 +114,12 @@ class Task(abc.ABC):
         """Whether a finished response (text without eos) is right. Must not evaluate the text in any way."""
 
     def item(self, seed: int, split: str, i: int) -> Item:
-        """Item i of a seed. Its random stream is keyed by a hash of (task name, split, seed, i), so neighbouring
-        seeds share items by chance only.
+        """Item i of a seed, from its own `item_stream`.
 
         Raises:
             ValueError: unknown split, negative i, or no prompt of the split found.
         """
-        if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
-        if i < 0:
-            raise ValueError(f"item index {i} is negative: items count from 0")
-        key = hashlib.sha256(f"{self.name}/{split}/{seed}/{i}".encode()).digest()
-        rng = random.Random(int.from_bytes(key, "big"))
+        rng = item_stream(self.label, seed, split, i)
         for _ in range(MAX_DRAWS):
             item = self.draw(rng)
             if split_of(item.prompt) == split:
