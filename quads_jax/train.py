@@ -18,8 +18,9 @@ from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import TrainConfig, check_train
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
-from quads_jax.pack import pack, packed_bytes
-from quads_jax.precision import Precision, Recipe
+from quads_jax.models.decoder import init_params
+from quads_jax.pack import gemm_role, leaf_name, pack, packed_bytes
+from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.rl.advantage import ADVANTAGES, check_rewards
 from quads_jax.rl.calibration import changed_channels, channel_orders, channel_statistics
 from quads_jax.rl.rollout import rollout, score
@@ -107,7 +108,19 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     vocab = cfg.task.tokenizer.vocab_size
     if model.vocab_size != vocab:
         raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
+    absent = [role for role in cfg.recipe.roles if role not in DEFAULT_ROLES and role not in model_roles(model)]
+    if absent or not set(cfg.recipe.roles) & model_roles(model):
+        raise ValueError(
+            f"recipe.roles={','.join(cfg.recipe.roles)}: the model has no layer of role "
+            f"{(absent or cfg.recipe.roles)[0]}; it has {', '.join(sorted(model_roles(model)))}"
+        )
     return Setup(cfg, resolved, model, cfg.sampling(), (cfg.rollout.rows, cfg.task.prompt_len))
+
+
+def model_roles(model: ModelConfig) -> set[str]:
+    """The layer roles that a model has weights of."""
+    abstract = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
+    return {r for path, _ in jax.tree_util.tree_leaves_with_path(abstract) if (r := gemm_role(leaf_name(path)))}
 
 
 # Calibration and evaluation -------------------------------------------------------------------------------------------
