@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
 import jax
 import numpy as np
-from absl import app
 
 from experiments import common
+from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
-from quads_jax.config import RecipeConfig, TrainConfig
+from quads_jax.config import SHIPPED_TASK, TrainConfig, parse_recipe
 from quads_jax.pack import pack
 from quads_jax.rl.rollout import score
+from quads_jax.tasks.base import Task
 from quads_jax.train import init_state, setup, supervised_batch
 
 ROWS = 256
 CHUNKS = (64, 16, 1)
-RECIPES = ("BF16", "FP8", "NAIVE", "QUADS")
+RECIPES = ("BF16", "FP8", "NAIVE", "QUADS:0.5", "QUADS:1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShapeConfig:
+    """Whose log-probs, on which task, under the rollout precisions of which recipes (":" a ratio)."""
+
+    init: str = "shipped"
+    task: Task = SHIPPED_TASK
+    recipes: tuple[str, ...] = RECIPES
 
 
 def log_probs(config: TrainConfig) -> dict[int, np.ndarray]:
@@ -43,22 +54,25 @@ def log_probs(config: TrainConfig) -> dict[int, np.ndarray]:
 
 def run() -> None:
     common.refuse_unused("workdir", "set", "dry_run")
-    base = common.configured(TrainConfig())
+    base = common.configured(BatchShapeConfig())
+    with common.usage_errors():
+        configs = [TrainConfig(init=base.init, task=base.task, recipe=parse_recipe(name)) for name in base.recipes]
+        for config in configs:
+            setup(config, load_weights(base.init)[1])
     if common.FLAGS.dry_run:
-        print(json.dumps({"rows": ROWS, "rows_a_call": CHUNKS, "recipes": RECIPES, "init": base.init}, indent=1))
+        print(json.dumps(config_tree.to_json(base), indent=1))
         return
     with common.usage_errors():
         workdir = common.new_folder("batch_shape")
-        setup(base, load_weights(base.init)[1])
     source = {"command": common.command("batch_shape"), "commit": common.commit(), "device": common.device()}
     summary = []
-    print("recipe  rows a call  p99 (nats)   max (nats)")
-    for name in RECIPES:
-        logp = log_probs(TrainConfig(init=base.init, task=base.task, recipe=RecipeConfig(name=name)))
+    print("recipe     rows a call  p99 (nats)   max (nats)")
+    for config in configs:
+        name, logp = config.recipe.resolve().label, log_probs(config)
         for rows in CHUNKS:
             moved = np.abs(logp[rows] - logp[ROWS][: len(logp[rows])])
             figures = {"p99": float(np.quantile(moved, 0.99)), "max": float(moved.max())}
-            print(f"{name:7s} {ROWS} vs {rows:<4d}  {figures['p99']:<12.3g} {figures['max']:.3g}", flush=True)
+            print(f"{name:10s} {ROWS} vs {rows:<4d}  {figures['p99']:<12.3g} {figures['max']:.3g}", flush=True)
             for key, value in figures.items():
                 what = f"{name}: {key} |log-prob at {ROWS} rows - log-prob at {rows} rows|, {len(moved)} tokens"
                 summary.append({"what": what, "value": value, "unit": "nats", **source})
@@ -67,4 +81,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ flags.DEFINE_multi_string(
     "set", [], "Override of one config value, path=value, e.g. --set=optim.learning_rate=3e-4; repeatable."
 )
 flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON and stop.")
-flags.DEFINE_string("task", None, f"Task by name, with its defaults: {', '.join(TASKS)}.")
+flags.DEFINE_string(
+    "task",
+    None,
+    f"Task by name, with the experiment's or its own defaults: {', '.join(TASKS)}.",
+)
 flags.DEFINE_string(
     "recipe", None, "Recipe by name, e.g. BF16, NAIVE, QUADS; its ratio and policy by --set=recipe.ratio=..."
 )
@@ -91,12 +96,26 @@ def new_folder(experiment: str) -> Path:
     return folder
 
 
-def seeds() -> range:
-    """The seeds that --seeds asks for."""
-    count = 1 if FLAGS.seeds is None else FLAGS.seeds
-    if count < 1:
-        raise app.UsageError(f"--seeds={count} must be at least 1")
-    return range(count)
+def seeds(base: int) -> list[int]:
+    """The seeds that --seeds asks for, 0..N-1; without it the config's own, `base`."""
+    if FLAGS.seeds is None:
+        return [base]
+    if FLAGS.seeds < 1:
+        raise app.UsageError(f"--seeds={FLAGS.seeds} must be at least 1")
+    if any(text.startswith("seed=") for text in FLAGS.set):
+        raise app.UsageError("--seeds=N runs seeds 0..N-1: leave out --set=seed=...")
+    return list(range(FLAGS.seeds))
+
+
+def main(run: Callable[[], None]) -> None:
+    """Starts an experiment that was called alone."""
+
+    def checked(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown argument {argv[1]!r}; flags start with --, e.g. --steps=10")
+        run()
+
+    app.run(checked)
 
 
 def commit() -> str:
@@ -116,8 +135,15 @@ def commit() -> str:
 
 def command(experiment: str) -> str:
     """The line that runs this experiment again with the flags given now."""
-    arguments = [a for a in sys.argv[1:] if not a.startswith(("--experiment", "-experiment"))]
-    return " ".join(["python launch.py", *([] if experiment == "main" else [f"--experiment={experiment}"]), *arguments])
+    arguments, given = [], iter(sys.argv[1:])
+    for argument in given:
+        if argument in ("--experiment", "-experiment"):
+            next(given, None)
+        elif not argument.startswith(("--experiment=", "-experiment=")):
+            arguments.append(argument)
+    return shlex.join(
+        ["python", "launch.py", *([] if experiment == "main" else [f"--experiment={experiment}"]), *arguments]
+    )
 
 
 def device() -> str:

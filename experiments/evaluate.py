@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from absl import app
-
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
@@ -47,4 +45,4 @@ def markdown(rows: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

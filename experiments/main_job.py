@@ -22,9 +22,10 @@ def run() -> None:
     base = common.configured(TrainConfig())
     if base.recipe != TrainConfig().recipe:
         raise app.UsageError("the main job compares fixed recipes; for one recipe use --experiment=train --recipe=NAME")
-    configs = [dataclasses.replace(base, recipe=recipe, seed=seed) for seed in common.seeds() for recipe in RECIPES]
+    seeds = common.seeds(base.seed)
+    configs = [dataclasses.replace(base, recipe=recipe, seed=seed) for seed in seeds for recipe in RECIPES]
     common.run_job("main", configs)
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

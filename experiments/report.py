@@ -21,4 +21,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from absl import app
-
 from experiments import common
 from quads_jax.config import TrainConfig
 
@@ -13,9 +11,8 @@ from quads_jax.config import TrainConfig
 def run() -> None:
     common.refuse_unused("workdir", "set", "dry_run", "task", "recipe", "steps", "seeds")
     base = common.configured(TrainConfig())
-    seeds = common.seeds() if common.FLAGS.seeds is not None else [base.seed]
-    common.run_job("train", [dataclasses.replace(base, seed=seed) for seed in seeds])
+    common.run_job("train", [dataclasses.replace(base, seed=seed) for seed in common.seeds(base.seed)])
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

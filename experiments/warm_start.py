@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-from absl import app
-
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.config import WarmStartConfig, check_warm_start
@@ -17,12 +15,14 @@ from quads_jax.supervised import warm_start
 def run() -> None:
     common.refuse_unused("workdir", "set", "dry_run", "task", "steps")
     config = common.configured(WarmStartConfig())
+    with common.usage_errors():
+        check_warm_start(config)
     if common.FLAGS.dry_run:
         print(json.dumps(config_tree.to_json(config), indent=1))
         return
     with common.usage_errors():
-        check_warm_start(config)
         folder = common.new_folder("warm_start")
+    (folder / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")
     print(
         f"warm start into {folder}: {config.task} until pass@1 reaches {config.target}, at most {config.steps} steps",
         flush=True,
@@ -44,4 +44,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(lambda argv: run())
+    common.main(run)

@@ -29,7 +29,7 @@ def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = flax.serialization.to_bytes(jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params))
-    meta = {"model": config_tree.to_json(model), "sha256": hashlib.sha256(data).hexdigest(), **info}
+    meta = {"model": config_tree.to_json(model), "sha256": _digest(data, model), **info}
     _replace(path.with_suffix(".json"), (json.dumps(meta, indent=1) + "\n").encode())
     _replace(path, data)
 
@@ -37,23 +37,33 @@ def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info:
 def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, Any]]:
     """(f32 parameters, model config, the JSON's other fields) of a file of `save_weights`, or of the name "shipped".
 
-    Raises ValueError when the file is missing, damaged (hash), or does not hold the tensors that its model config asks
-    for.
+    Raises ValueError when the file is missing, damaged (hash of weights and model config), or does not hold the tensors
+    that its model config asks for.
     """
     path = SHIPPED if str(path) == "shipped" else Path(path)
     for needed in (path, path.with_suffix(".json")):
         if not needed.is_file():
             raise ValueError(f"no weights file {needed}: give a path written by the warm start, or 'shipped'")
-    data, meta = path.read_bytes(), json.loads(path.with_suffix(".json").read_text())
-    found = hashlib.sha256(data).hexdigest()
-    if found != meta["sha256"]:
+    data = path.read_bytes()
+    try:
+        meta = json.loads(path.with_suffix(".json").read_text())
+        expected, model = meta["sha256"], config_tree.from_json(ModelConfig, meta.pop("model"))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.with_suffix('.json')} is not the description of a weights file: {error!r}") from error
+    found = _digest(data, model)
+    if found != expected:
         raise ValueError(
-            f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {meta['sha256'][:12]}"
+            f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {expected[:12]}"
         )
-    model = config_tree.from_json(ModelConfig, meta.pop("model"))
     params = flax.serialization.msgpack_restore(data)
     _check_shapes(path, params, model)
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float32), params), model, meta
+
+
+def _digest(data: bytes, model: ModelConfig) -> str:
+    """sha256 of the weights and of the config that they are read with: some of its fields leave no trace in shapes."""
+    config = json.dumps(config_tree.to_json(model), sort_keys=True)
+    return hashlib.sha256(config.encode() + data).hexdigest()
 
 
 def _check_shapes(path: Path, params: Any, model: ModelConfig) -> None:

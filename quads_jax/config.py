@@ -101,6 +101,15 @@ class WarmStartConfig:
     balance_weight: float = 0.01  # of the load-balancing loss
 
 
+def parse_recipe(text: str) -> RecipeConfig:
+    """NAME or NAME:RATIO, e.g. QUADS:0.5. Raises ValueError on a ratio that is not a number."""
+    name, colon, ratio = text.partition(":")
+    try:
+        return RecipeConfig(name=name, ratio=float(ratio) if colon else None)
+    except ValueError as error:
+        raise ValueError(f"recipes: {text!r} must be NAME or NAME:RATIO, e.g. QUADS:0.5") from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Scores of one checkpoint on fixed held-out prompts of each of the task's components."""
@@ -117,14 +126,7 @@ class EvaluateConfig:
 
     def recipe_configs(self) -> list[RecipeConfig]:
         """The recipes as configs. Raises ValueError on a ratio that is not a number."""
-        out = []
-        for text in self.recipes:
-            name, colon, ratio = text.partition(":")
-            try:
-                out.append(RecipeConfig(name=name, ratio=float(ratio) if colon else None))
-            except ValueError as error:
-                raise ValueError(f"recipes: {text!r} must be NAME or NAME:RATIO, e.g. QUADS:0.5") from error
-        return out
+        return [parse_recipe(text) for text in self.recipes]
 
     def rollout(self) -> RolloutConfig:
         """The batch shape of a call."""

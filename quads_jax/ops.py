@@ -10,6 +10,7 @@ multiplies the float32 accumulator (DESIGN of the numerics: bf16(q*s) is exact, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -29,11 +30,20 @@ Array = jax.Array
 _log = logging.getLogger(__name__)
 
 
-class Operand(NamedTuple):
-    """A weight as the GEMM reads it: values [..., N, K] in the compute dtype, scale f32[..., N or 1, 1] or None."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A weight as the GEMM reads it: values [..., N, K] in the compute dtype, scale f32[..., N or 1, 1] or None; the
+    format it was rounded to (None: not quantized), and whether K is in its input site's channel order.
+    """
 
     values: Array
     scale: Array | None
+    fmt: BlockFormat | None = dataclasses.field(default=None, metadata={"static": True})
+    permuted: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+_PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel order
 
 
 class Grouped(NamedTuple):
@@ -91,23 +101,30 @@ def prepare_weight(w: Array, p: LayerPrecision, order: Array | None = None) -> B
         raise ValueError(
             "prepare_weight needs a LayerPrecision with a weight format; this one keeps weights in the compute dtype"
         )
-    return tensor.quantize(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
+    packed = tensor.quantize(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
+    return dataclasses.replace(packed, layout=_PERMUTED) if p.permuted else packed
 
 
 def unpack(params: Any, dtype: str) -> Any:
     """The same tree with every `BlockTensor` decoded to an `Operand`: once a program instead of once a decode step."""
     is_packed = lambda leaf: isinstance(leaf, BlockTensor)  # noqa: E731
-    decode = lambda leaf: _weight_operand(leaf, None, None, dtype) if is_packed(leaf) else leaf  # noqa: E731
+    decode = lambda leaf: _decoded(leaf, dtype) if is_packed(leaf) else leaf  # noqa: E731
     return jax.tree.map(decode, params, is_leaf=is_packed)
 
 
-def _weight_operand(
-    w: Array | BlockTensor | Operand, p: LayerPrecision | None, order: Array | None, dtype: str
-) -> Operand:
-    if isinstance(w, Operand):
+def _decoded(w: BlockTensor, dtype: str) -> Operand:
+    return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == _PERMUTED)
+
+
+def _weight_operand(w: Array | BlockTensor | Operand, p: LayerPrecision, order: Array | None, dtype: str) -> Operand:
+    if isinstance(w, BlockTensor | Operand):
+        w = _decoded(w, dtype) if isinstance(w, BlockTensor) else w
+        if (w.fmt, w.permuted) != (p.weight, p.permuted):
+            wanted, packed = (
+                f"{f.name if f else 'none'}{' permuted' * o}" for f, o in ((p.weight, p.permuted), (w.fmt, w.permuted))
+            )
+            raise ValueError(f"a weight packed as {packed} under a precision of {wanted}: pack it for this precision")
         return w
-    if isinstance(w, BlockTensor):
-        return Operand(tensor.values(w).astype(dtype), w.global_scale)
     if p.weight is None:
         return Operand(_in_order(w, p, order).astype(dtype), None)
     values, scale = tensor.quantize_values(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
@@ -200,7 +217,7 @@ def residual_statistics(
     """
     x = _quantizer_input(x, dtype)
     values, scale = tensor.quantize_values(x, p.activation, unit="token")
-    residual = jnp.abs(x - values * scale)
+    residual = jnp.abs(rac.subtract_scaled(x, values, scale))
     if groups is None:
         return rac.residual_scores(residual, active)
     ids, inside = reference.row_groups(groups, x.shape[0])
@@ -332,4 +349,10 @@ def grouped_project(
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. Otherwise as `project`.
     """
+    experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
+    if group_sizes.shape != (experts,) or x.ndim != 2 or x.shape[1] != width:
+        raise ValueError(
+            f"x {x.shape} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
+            "x must be [M, K], group_sizes [E]"
+        )
     return _grouped(p, dtype, implementation, x, w, group_sizes, order, active)

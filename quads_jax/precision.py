@@ -31,6 +31,12 @@ class LayerPrecision:
     residual: ResidualSpec | None = None
     permuted: bool = False
 
+    def __post_init__(self):
+        if self.residual is not None:
+            check_spec(self.residual)
+            if self.activation is None:
+                raise ValueError(f"residual={self.residual} has no effect on unquantized activations: set `activation`")
+
     @property
     def needs_order(self) -> bool:
         """Whether a GEMM of this precision reads the channel order of its input site."""
@@ -81,6 +87,8 @@ def make_precision(
     """`layer` on the given roles and the compute dtype on the others."""
     if not roles:
         raise ValueError(f"roles is empty: nothing would be quantized; name some of {', '.join(ROLES)}")
+    if len(set(roles)) < len(roles):
+        raise ValueError(f"roles={','.join(roles)} names a role twice")
     unknown = [r for r in roles if r not in ROLES]
     if unknown:
         raise ValueError(

@@ -39,7 +39,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.info.get("status") == "finished" if self.steps is None else len(self.train) >= self.steps
+        if "status" in self.info or self.steps is None:
+            return self.info.get("status") == "finished"
+        return len(self.train) >= self.steps
 
     @property
     def state(self) -> str:
@@ -339,7 +341,10 @@ def _load_run(folder: Path) -> Run:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): repair or remove it") from error
 
 
 def _find(tree: dict[str, Any], key: str) -> Any:

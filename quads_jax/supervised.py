@@ -78,18 +78,13 @@ def warm_start(
         for step in range(1, cfg.steps + 1):
             params, opt_state, metrics = step_fn(params, opt_state, next(batches))
             row = {"kind": "train", "step": step, **{k: float(v) for k, v in metrics.items()}}
-            if step % cfg.eval_every == 0:
+            if step % cfg.eval_every == 0 or step == cfg.steps:
                 row["pass@1"] = score(params, cfg.eval_prompts)
             writer.write(row)
             on_step(row)
             if row.get("pass@1", 0.0) >= cfg.target:
                 break
-        else:
-            raise RuntimeError(
-                f"held-out pass@1 is {score(params, cfg.eval_prompts):.3f} after {cfg.steps} steps, below "
-                f"target={cfg.target}; "
-                "give more steps, another learning rate or seed, or a lower target"
-            )
+    reached = row["pass@1"] >= cfg.target
     final = score(params, cfg.final_prompts)
     figures = {
         "pass@1": final,
@@ -100,9 +95,13 @@ def warm_start(
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    save_weights(
-        folder / "weights.msgpack", params, cfg.model, {"figures": figures, "config": config_tree.to_json(cfg)}
-    )
+    path = folder / ("weights.msgpack" if reached else "below_target.msgpack")
+    save_weights(path, params, cfg.model, {"figures": figures, "config": config_tree.to_json(cfg)})
+    if not reached:
+        raise RuntimeError(
+            f"held-out pass@1 is {row['pass@1']:.3f} after {cfg.steps} steps, below target={cfg.target}: give more "
+            f"steps, another learning rate or seed, or a lower target. The weights are in {path}"
+        )
     return figures
 
 

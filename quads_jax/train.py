@@ -44,13 +44,13 @@ def traced_once(fn: Callable, **jit_options: Any) -> Callable:
 
     @functools.wraps(fn)
     def guarded(*args: Any) -> Any:
-        signatures.append(jax.tree.map(lambda a: jnp.shape(a), args))
-        if len(signatures) > 1:
-            changed = (
-                "shapes differ" if signatures[0] != signatures[1] else "dtypes, weak types or static values differ"
-            )
+        signature = jax.tree.map(lambda a: jnp.shape(a), args)
+        if signatures:
+            changed = "shapes differ" if signatures[0] != signature else "dtypes, weak types or static values differ"
             raise RuntimeError(f"{getattr(fn, '__name__', fn)} was traced again within a run: {changed}")
-        return fn(*args)
+        out = fn(*args)
+        signatures.append(signature)  # only now: a trace that raised was none
+        return out
 
     return jax.jit(guarded, **jit_options)
 
@@ -243,7 +243,8 @@ def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict
     bad = [k for k, v in metrics.items() if not np.isfinite(v)]
     if bad:
         raise FloatingPointError(
-            f"step {int(state.step)}: {', '.join(bad)} not finite; the weights are no longer usable"
+            f"step {int(state.step)}: {', '.join(f'{k}={metrics[k]}' for k in bad)}; lower optim.learning_rate, or "
+            "look at rollout.temperature and at the weights of init"
         )
     seconds["update"] = clock()
     row = {"kind": "train", "step": int(state.step), **{k: float(v) for k, v in metrics.items()}}

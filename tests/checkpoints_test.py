@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -29,9 +30,19 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="damaged"):
         load_weights(path)
     path.write_bytes(good)
+    description = path.with_suffix(".json").read_text()
+    for text, message in (
+        ("{", "not the description"),
+        ("{}", "KeyError"),
+        (description.replace("10000", "5"), "damaged"),
+    ):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_weights(path)
+    path.with_suffix(".json").write_text(description)
     meta = json.loads(path.with_suffix(".json").read_text())
-    meta["model"]["d_expert"] = 48
-    path.with_suffix(".json").write_text(json.dumps(meta))
+    assert meta["model"]["d_expert"] == 32
+    save_weights(path, params(), dataclasses.replace(MODEL, d_expert=48), {})  # tensors of another model
     with pytest.raises(ValueError, match=r"does not fit its model config:\n.*down.*\(2, 4, 32, 32\).*\(2, 4, 32, 48\)"):
         load_weights(path)
 

@@ -442,9 +442,9 @@ def test_grouped_gradients(implementation, sizes):
     y, dx, dw = (np.asarray(a, np.float64) for a in run(x, w, g, np.int32(sizes)))
     assert np.isfinite(y).all()
     wq, xq = dq(w, NVFP4), dq(x, NVFP4, "token")
-    # observed: 2.0e-7 of products of magnitude 100
-    np.testing.assert_allclose(dx[:inside], np.einsum("mn,mnk->mk", g[:inside], wq[ids]), atol=1e-2, rtol=0)
-    np.testing.assert_allclose(dw, by_expert(g, xq, ids), atol=1e-2, rtol=0)
+    # observed: 3.4e-4 on elements of up to 2000, where a float32 ulp is 1.2e-4
+    np.testing.assert_allclose(dx[:inside], np.einsum("mn,mnk->mk", g[:inside], wq[ids]), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(dw, by_expert(g, xq, ids), atol=1e-3, rtol=0)
     assert not dx[inside:].any()
     assert not dw[np.asarray(sizes) == 0].any()
 
@@ -475,10 +475,11 @@ def test_a_packed_weight_gets_no_gradient_and_passes_one_on():
 # What the trainer computes -------------------------------------------------------------------------------------------
 
 
-def check_trainer_activations(layer):
+def check_trainer_activations(layer, run=quick_project):
     """Raises if the trainer's product is not that of BF16 activations with dequantized weights."""
     x, w = normal(M, K), normal(N, K, seed=1)
-    assert relative(quick_project(x, w, p=layer), bf16(x) @ dq(w, NVFP4).T) < 1e-6  # observed: 2.8e-8
+    error = relative(run(x, w, p=layer), bf16(x) @ dq(w, NVFP4).T)
+    assert error < 1e-6, f"{error:.1e} from BF16 activations"  # observed: 2.8e-8
 
 
 def test_trainer_activations_are_not_quantized():
@@ -488,6 +489,12 @@ def test_trainer_activations_are_not_quantized():
         assert trainer.experts == trainer.shared == trainer.mlp == trainer.attention
 
 
-def test_mutation_trainer_quantizes_activations():
-    with pytest.raises(AssertionError):
-        check_trainer_activations(recipe("SYM").trainer.experts)
+def test_mutation_trainer_quantizes_activations(monkeypatch):
+    original = ops._activation
+
+    def quantized(x, p, *rest):
+        return original(x, dataclasses.replace(p, activation=NVFP4), *rest)
+
+    monkeypatch.setattr(ops, "_activation", quantized)
+    with pytest.raises(AssertionError, match="from BF16 activations"):
+        check_trainer_activations(recipe("QUADS").trainer.experts, compiled(ops.project, **QUICK))

@@ -163,7 +163,8 @@ def test_recipes_are_ordered_by_their_distance_from_bf16():
     fp8, w4a16, w16a4, w4a4 = (distance(recipe(name)) for name in ("FP8", "W4A16", "W16A4", "NAIVE"))
     half, full = distance(recipe("QUADS", ratio=0.5)), distance(recipe("QUADS", ratio=1.0))
     # observed: FP8 .116, W4A16 .283, W16A4 .284, W4A4 .384, QUADS-50 .350, QUADS-100 .283
-    assert 0.01 < fp8 < 0.5 * w4a16
+    # FP8 within 6 %: with one operand left in BF16 it is .102 (weights only) or .088 (activations only)
+    assert 0.109 < fp8 < 0.123 < 0.5 * w4a16
     assert abs(full / w4a16 - 1) < 0.05
     assert 1.02 * full < half < 0.98 * w4a4
     assert 0.5 * w4a4 < w16a4 < w4a4

@@ -1,6 +1,7 @@
 """The loop: what a run leaves behind, that nothing is traced twice, and that stale packed weights would be seen."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -11,6 +12,8 @@ from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train, from_json
 from quads_jax.metrics import read_metrics
+from quads_jax.rl.rollout import score
+from quads_jax.rl.types import RolloutBatch
 from quads_jax.rl.update import OptimConfig, UpdateConfig
 from tests.tiny import MODEL, TASK, params
 
@@ -126,6 +129,142 @@ def test_mutation_stale_packed_weights_are_seen(weights, monkeypatch):
     monkeypatch.setattr(loop, "pack_program", stale)
     with pytest.raises(AssertionError, match="does not use the trainer's weights"):
         check_fresh(gaps(weights))
+
+
+# Prompts, rewards and evaluation, with a rollout that writes known answers ---------------------------------------------
+
+RIGHT, UNFINISHED, WRONG, EMPTY = range(4)  # kinds of responses
+MIXED = np.arange(16) % 4  # one of each in a group of 4
+
+
+def response(item, kind):
+    """(ids of `answer_len` tokens, how many were sampled). UNFINISHED: the right total in the right form, but no eos."""
+    last = int(item.answer[-1])
+    text = {RIGHT: item.answer, UNFINISHED: "1" + item.answer, WRONG: f"{item.answer[:-1]}{(last + 1) % 10}", EMPTY: ""}
+    ids = TASK.tokenizer.encode(text[kind]) + ([] if kind == UNFINISHED else [TASK.tokenizer.eos_id])
+    assert len(ids) <= TASK.answer_len
+    return ids + [TASK.tokenizer.pad_id] * (TASK.answer_len - len(ids)), len(ids)
+
+
+def prompt_texts(prompts):
+    return [TASK.tokenizer.decode(row[1:]) for row in np.asarray(prompts)]  # TASK's prompts have one length: no padding
+
+
+def items_of(seed, split, indices):
+    return [TASK.item(seed, split, i) for i in indices]
+
+
+def written(prompts, kinds, version=0):
+    """RolloutBatch that answers the prompts (tokens), whatever their order, with responses of those kinds."""
+    known = {i.prompt: i for split in ("train", "held_out") for seed in (0, 5) for i in items_of(seed, split, range(64))}
+    ids, lengths = zip(*(response(known[text], k) for text, k in zip(prompt_texts(prompts), kinds, strict=True)))
+    sampled = np.arange(TASK.answer_len) < np.array(lengths)[:, None]
+    rows, before = len(ids), np.zeros(prompts.shape, bool)
+    mask = np.concatenate([before, sampled], 1)
+    return RolloutBatch(
+        tokens=np.concatenate([prompts, np.int32(ids)], 1),
+        valid=mask | np.concatenate([~before, np.zeros_like(sampled)], 1),
+        mask=mask,
+        behaviour_logp=np.zeros(mask.shape, np.float32),
+        finished=np.asarray(kinds) != UNFINISHED,
+        version=np.full(rows, version, np.int32),
+        reward=np.zeros(rows, np.float32),
+        advantage=np.zeros(rows, np.float32),
+    )
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Phases without a model; `scripted(kinds)` -> calls of the rollout, as dicts. Call i answers with kinds[i % n]."""
+
+    def install(*kinds):
+        calls = []
+
+        def program(packed, quant, prompts, valid, key, version):
+            key = tuple(jax.random.key_data(key).tolist())
+            calls.append({"prompts": prompt_texts(prompts), "key": key, "version": int(version)})
+            return written(prompts, kinds[(len(calls) - 1) % len(kinds)], int(version))
+
+        monkeypatch.setattr(loop, "pack_program", lambda *args: lambda params, quant: params)
+        monkeypatch.setattr(loop, "rollout_program", lambda *args: program)
+        return calls
+
+    return install
+
+
+def naive(weights, **changes):
+    return config(weights, **{"recipe": RecipeConfig(name="NAIVE"), "eval": EvalConfig(prompts=32, seed=5), **changes})
+
+
+def test_rows_of_a_group_share_a_prompt_and_steps_take_new_items(weights):
+    s = loop.setup(naive(weights), MODEL)
+    for step in (0, 3):
+        prompts, valid, items = loop.group_prompts(s, step)
+        assert items == items_of(0, "train", 4 * step + np.arange(16) // 4)
+        assert prompt_texts(prompts) == [item.prompt for item in items] and valid.all()
+        assert len({item.prompt for item in items}) == 4
+
+
+def test_rewards_are_of_right_and_finished_answers_to_the_rows_own_item(weights):
+    prompts, _, items = loop.group_prompts(loop.setup(naive(weights), MODEL), 0)
+    batch = written(prompts, MIXED)
+    np.testing.assert_array_equal(loop.rewards(TASK, items, batch, TASK.prompt_len), MIXED == RIGHT)
+    # the unfinished rows miss nothing but eos
+    ended = batch.replace(finished=np.ones(16, bool))
+    np.testing.assert_array_equal(loop.rewards(TASK, items, ended, TASK.prompt_len), (MIXED == RIGHT) | (MIXED == UNFINISHED))
+
+
+def test_evaluation_is_pass_at_1_of_the_fixed_held_out_prompts(weights, scripted):
+    s = loop.setup(naive(weights), MODEL)
+    calls = scripted(np.repeat([RIGHT, UNFINISHED], 8), np.repeat([RIGHT, WRONG, EMPTY], [3, 6, 7]))
+    for _ in range(2):
+        assert loop.evaluate(s, None, {}, s.recipe.rollout) == {"pass@1": 11 / 32, "n": 32}
+    held_out = [item.prompt for item in items_of(5, "held_out", range(32))]
+    assert [c["prompts"] for c in calls] == [held_out[:16], held_out[16:]] * 2
+    assert [c["key"] for c in calls[:2]] == [c["key"] for c in calls[2:]] and calls[0]["key"] != calls[1]["key"]
+
+
+def test_a_run_draws_new_prompts_and_keys_and_gives_each_row_its_own_advantage(weights, scripted, monkeypatch, tmp_path):
+    calls, batches = scripted(MIXED), []
+
+    def update(state, batch):
+        batches.append(batch)
+        return state.replace(step=state.step + 1), {"reward": np.mean(batch.reward)}
+
+    monkeypatch.setattr(loop, "update_program", lambda *args: update)
+    loop.train(naive(weights, eval=EvalConfig(every=3, prompts=16, seed=5)), tmp_path / "run")
+    training, evaluation = ([c for c in calls if (c["version"] >= 0) == wanted] for wanted in (True, False))
+    assert [c["version"] for c in training] == [0, 1, 2]
+    drawn = [item.prompt for item in items_of(0, "train", np.arange(48) // 4)]
+    assert sum((c["prompts"] for c in training), []) == drawn
+    assert len({c["key"] for c in training}) == 3
+    assert len(evaluation) == 4  # two precisions, before and after
+    assert {tuple(c["prompts"]) for c in evaluation} == {tuple(i.prompt for i in items_of(5, "held_out", range(16)))}
+    for batch in batches:
+        np.testing.assert_array_equal(batch.reward, MIXED == RIGHT)
+        # (r - mean) / std of one right answer in four: std = sqrt(3) / 4
+        np.testing.assert_allclose(batch.advantage, np.where(MIXED == RIGHT, 3**0.5, -(3**-0.5)), rtol=1e-5)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [r["pass@1"] for r in rows if r["kind"] == "eval"] == [0.25] * 4
+    assert [r["reward"] for r in rows if r["kind"] == "train"] == [0.25] * 3
+
+
+def test_a_step_makes_rewarded_answers_likelier_and_others_less_likely(weights, scripted):
+    kinds = np.tile([RIGHT, WRONG], 8)  # they differ in the last digit
+    scripted(kinds)
+    optim = OptimConfig(learning_rate=1e-3)
+    s = loop.setup(config(weights, recipe=RecipeConfig(name="BF16", dtype="float32"), optim=optim), MODEL)
+    state, drawn = loop.init_state(s, params()), loop.group_prompts(s, 0)
+    fixed = functools.partial(
+        score, model=MODEL, precision=s.recipe.trainer, sampling=s.sampling, prompt_len=TASK.prompt_len
+    )
+    batch, scorer = written(drawn[0], kinds), jax.jit(fixed)
+    digit = lambda state: np.asarray(scorer(state.params, {}, batch.tokens, batch.valid)[0])[:, -2]  # noqa: E731
+    before = digit(state)
+    state, row = loop.rl_step(s, state, drawn)
+    change = digit(state) - before
+    assert row["reward"] == 0.5
+    assert change[kinds == RIGHT].min() > 0 > change[kinds == WRONG].max(), change
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The arithmetic is DESIGN section 4's, in f32 (it reproduces Transformer Engine's
     q = e2m1(clip(x * (1 / (s * (1/G))), -6, 6))      S = amax / 2688                     dq = q * (s * S)
 
 Formats without block scales use S = amax / largest, q = round(x / S). `encode` is the one place that computes this; q
-is 0 where s or S is. S is 0 for units with amax below 2688 * 2**-126 = 3.2e-35, where it would be subnormal.
+is 0 where s is. S is 0 for units with amax below 2688 * 2**-126 = 3.2e-35, where it would be subnormal.
 """
 
 import dataclasses

@@ -39,6 +39,7 @@ def rollout(
     and advantage still zero; rows end with the first stop token (kept, in the mask) or are truncated. A row without any
     valid prompt token is undefined.
     """
+    prompts, prompt_valid = jnp.asarray(prompts), jnp.asarray(prompt_valid)
     rows, prompt_len = prompts.shape
     steps = sampling.max_new_tokens
     params = ops.unpack(params, precision.dtype)

@@ -32,18 +32,21 @@ class OptimConfig:
 
     learning_rate: float
     warmup_steps: int = 0  # step t of w has learning_rate * t / w, so step 1 already moves
-    max_grad_norm: float = 1.0  # inf is off
+    max_grad_norm: float = 1.0  # a large number is off
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
 
     def __post_init__(self):
-        for name in ("learning_rate", "warmup_steps", "eps", "weight_decay"):
+        for name in ("learning_rate", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
+        for name in ("warmup_steps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
         if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be > 0 (inf is off)")
+            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be > 0 (a large number is off)")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")

@@ -114,7 +114,7 @@ def test_a_row_depends_on_itself_alone_at_one_batch_shape(name, policy):
     assert (np.asarray(changed.tokens[1:]) != np.asarray(base.tokens[1:])).any()
     np.testing.assert_array_equal(changed.tokens[0], base.tokens[0])
     np.testing.assert_array_equal(changed.behaviour_logp[0], base.behaviour_logp[0])
-    np.testing.assert_array_equal(poisoned.tokens[VALID[:, 0], :], base.tokens[VALID[:, 0], :])
+    np.testing.assert_array_equal(poisoned.tokens[:, TASK.prompt_len :], base.tokens[:, TASK.prompt_len :])
     np.testing.assert_array_equal(poisoned.behaviour_logp, base.behaviour_logp)
 
 
@@ -125,6 +125,21 @@ def test_policy_online_depends_on_batch_mates():
     others[1:] = TASK.prompts(7, "train", 50, ROWS)[0][1:]
     logp = [np.asarray(run(precision, prompts=p).behaviour_logp)[0] for p in (PROMPTS, others)]
     assert (logp[0] != logp[1]).any()
+
+
+def test_policy_online_ignores_padding_and_finished_rows():
+    """Bitwise: channels are chosen from active tokens, so what padding holds and what finished rows are fed is free."""
+    precision, cfg = recipe("QUADS", policy="online").rollout, sampling(stop_ids=(2, 5, 7), new=12)
+    packed = jax.jit(pack, static_argnums=2)(PARAMS, {}, precision)
+    fixed = functools.partial(rollout, model=MODEL, precision=precision, sampling=cfg)
+    program = jax.jit(lambda prompts, pad: fixed(packed, {}, prompts, VALID, jax.random.key(1), VERSION, pad_id=pad))
+    base = jax.tree.map(np.asarray, program(PROMPTS, 0))
+    assert base.finished.any() and not base.finished.all() and not VALID.all()  # both kinds of rows, and padding
+    for prompts, fed in ((np.where(VALID, PROMPTS, 9), 0), (PROMPTS, 9)):  # finished rows are fed `fed`
+        other = jax.tree.map(np.asarray, program(prompts, fed))
+        np.testing.assert_array_equal(other.mask, base.mask)
+        np.testing.assert_array_equal(other.tokens[base.mask], base.tokens[base.mask])
+        np.testing.assert_array_equal(other.behaviour_logp, base.behaviour_logp)
 
 
 def test_more_padding_moves_log_probs_by_rounding_only():
