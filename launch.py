@@ -7,7 +7,7 @@ import logging
 
 from absl import app, flags
 
-from experiments import common  # noqa: F401  defines the flags that experiments share
+from experiments import common
 
 EXPERIMENTS = {
     "main": "experiments.main_job",
@@ -19,6 +19,7 @@ EXPERIMENTS = {
 }
 
 _EXPERIMENT = flags.DEFINE_string("experiment", "main", f"One of {', '.join(EXPERIMENTS)}.")
+flags.adopt_module_key_flags(common)
 _LIST = flags.DEFINE_bool("list", False, "Print the experiments and stop.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.tasks import TASKS
 from quads_jax.train import setup, train
+
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports every backend that is not installed
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,6 +188,9 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
 
             train(config, workdir / label / f"seed{config.seed}", on_step)
             done += config.steps
+    except KeyboardInterrupt:
+        print("\nstopped by the user", flush=True)
+        sys.exit(130)
     finally:
         progress.finish()
         print(f"{duration(time.perf_counter() - started)} in all; report: {write_report(workdir)}", flush=True)
@@ -195,9 +201,9 @@ def describe(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: Pat
     """Prints what is about to run."""
     first = configs[0]
     print(
-        f"{len(configs)} runs of {first.steps} steps into {workdir}: "
+        f"{len(configs)} run{'s' * (len(configs) > 1)} of {first.steps} steps into {workdir}: "
         f"{first.rollout.prompts} prompts x {first.rollout.group_size} answers, {first.task}, "
-        f" old log-probs from the {first.update.old_logp}"
+        f"old log-probs from the {first.update.old_logp}"
     )
     for label, sides in dict(zip(labels, (c.recipe.resolve() for c in configs), strict=True)).items():
         print(f"  {label:12s} rollout {sides.rollout.name:24s} trainer {sides.trainer.name}")

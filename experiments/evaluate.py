@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import EvaluateConfig, check_evaluate
 from quads_jax.evaluation import evaluate_checkpoint
+from quads_jax.metrics import duration
 
 
 def run() -> None:
@@ -22,7 +24,13 @@ def run() -> None:
     with common.usage_errors():
         params, model, _ = load_weights(config.init)
         workdir = common.new_folder("evaluate")
-    rows = evaluate_checkpoint(config, params, model)
+    rows, total = [], 2 * len(config.recipes) * len(config.task.labels)
+    started = time.perf_counter()
+    for row in evaluate_checkpoint(config, params, model):
+        rows.append(row)
+        left = duration((time.perf_counter() - started) / len(rows) * (total - len(rows)))
+        what = f"{row['recipe']}, {row['task']}, {row['decoding']}"
+        print(f"{len(rows)}/{total}  {what}: pass@1 {100 * row['pass@1']:.1f} %  ETA {left}", flush=True)
     source = {"command": common.command("evaluate"), "commit": common.commit(), "device": common.device()}
     (workdir / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")
     (workdir / "scores.json").write_text(json.dumps([row | source for row in rows], indent=1) + "\n")

@@ -20,10 +20,18 @@ RECIPES = (
 def run() -> None:
     common.refuse_unused("workdir", "set", "dry_run", "steps", "seeds")
     base = common.configured(TrainConfig())
-    if base.recipe != TrainConfig().recipe:
-        raise app.UsageError("the main job compares fixed recipes; for one recipe use --experiment=train --recipe=NAME")
+    shared = {"roles": base.recipe.roles, "dtype": base.recipe.dtype}
+    if base.recipe != RecipeConfig(**shared):
+        raise app.UsageError(
+            "the main job compares fixed recipes (recipe.roles and recipe.dtype may be set); for one recipe use "
+            "--experiment=train --recipe=NAME"
+        )
     seeds = common.seeds(base.seed)
-    configs = [dataclasses.replace(base, recipe=recipe, seed=seed) for seed in seeds for recipe in RECIPES]
+    configs = [
+        dataclasses.replace(base, recipe=dataclasses.replace(recipe, **shared), seed=seed)
+        for seed in seeds
+        for recipe in RECIPES
+    ]
     common.run_job("main", configs)
 
 

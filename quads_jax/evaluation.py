@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,11 +84,10 @@ def scores(answers: dict[str, np.ndarray], ks: Sequence[int]) -> dict[str, float
     return out
 
 
-def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) -> list[dict[str, Any]]:
+def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) -> Iterator[dict[str, Any]]:
     """Rows {"recipe", "precision", "task", "decoding", "prompts", "samples", scores...} for every recipe, task and
     decoding (sampled at `cfg.temperature`, and greedy with one sample), on the same fixed held-out prompts.
     """
-    rows = []
     for recipe in cfg.recipe_configs():
         run = TrainConfig(init=cfg.init, task=cfg.task, recipe=recipe, rollout=cfg.rollout(), eval=cfg.eval())
         s = setup(run, model)
@@ -107,8 +106,7 @@ def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) ->
                     "decoding": decoding,
                 }
                 ks = [k for k in cfg.ks if k <= samples and k > 1]
-                rows.append(row | {"prompts": cfg.prompts, "samples": samples} | scores(answers, ks))
-    return rows
+                yield row | {"prompts": cfg.prompts, "samples": samples} | scores(answers, ks)
 
 
 def _decodings(cfg: EvaluateConfig, s: Setup) -> list[tuple[str, SamplingConfig, int]]:

@@ -47,7 +47,7 @@ def test_interval_is_over_prompts():
 def test_rows_for_every_recipe_and_decoding():
     cfg = EvaluateConfig(task=TASK, recipes=("BF16", "QUADS:1"), prompts=12, samples=4, ks=(2, 4), rows=16)
     check_evaluate(cfg)
-    rows = evaluate_checkpoint(cfg, params(), MODEL)
+    rows = list(evaluate_checkpoint(cfg, params(), MODEL))
     assert [(r["recipe"], r["precision"], r["decoding"], r["samples"]) for r in rows] == [
         ("BF16", "BF16", "temperature 1", 4),
         ("BF16", "BF16", "greedy", 1),
@@ -58,10 +58,10 @@ def test_rows_for_every_recipe_and_decoding():
         assert row["task"] == "chain_sum" and 0 <= row["pass@1"] <= 1
         if row["samples"] == 4:
             assert row["pass@1"] <= row["pass@2"] <= row["pass@4"]
-    again = evaluate_checkpoint(cfg, params(), MODEL)
+    again = list(evaluate_checkpoint(cfg, params(), MODEL))
     assert again == rows
     # other weights answer otherwise: the rows come from the model
-    other = evaluate_checkpoint(cfg, jax.tree.map(lambda a: 2 * a, params(3)), MODEL)
+    other = list(evaluate_checkpoint(cfg, jax.tree.map(lambda a: 2 * a, params(3)), MODEL))
     assert [r["truncation_rate"] for r in other] != [r["truncation_rate"] for r in rows]
 
 

@@ -23,7 +23,8 @@ print("memory", os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"], flush=True)
 time.sleep(float(options["sleep"]))
 if "fail" in options:
     sys.exit("out of luck")
-rows = [{"kind": "eval", "step": s, "precision": p, "pass@1": 0.5, "n": 4} for s in (0, 1) for p in ("rollout", "trainer")]
+rows = [{"kind": "eval", "step": s, "precision": p, "pass@1": 0.5, "n": 4}
+        for s in (0, 1) for p in ("rollout", "trainer")]
 rows.append({"kind": "train", "step": 1, "reward": 0.5, "gap/mean": 0.1, "gap/p99": 0.2, "gap/max": 0.3,
              "entropy": 0.1, "tokens_per_s": 9.0})
 (run / "metrics.jsonl").write_text("".join(json.dumps(r) + chr(10) for r in rows))
@@ -68,13 +69,13 @@ def test_a_failure_is_shown_and_stops_nothing_and_an_unfinished_list_continues(t
     assert "2 finished earlier" in capfd.readouterr().out
     assert marker.exists()
 
-    reports = merge([bad, good, late], workdir)
+    reports = merge([bad, good, late], workdir, "the command")
     assert [r.parent.name for r in reports] == ["old-trainer", "old-behaviour"]
     assert "stopped at step 0 of 1" in reports[0].read_text() and "| GOOD |" in reports[0].read_text()
     assert sorted(f.name for f in (workdir / "old-trainer/GOOD/seed0").iterdir()) == [
         "config.json", "metrics.jsonl", "run.json"]
     job = json.loads((workdir / "old-trainer/config.json").read_text())
-    assert (job["recipes"], job["commit"], job["device"]) == (["BAD", "GOOD"], "abc", "stub")
+    assert job == {"command": "the command", "recipes": ["BAD", "GOOD"], "commit": "abc", "device": "stub"}
 
 
 def test_a_finished_point_with_other_arguments_is_not_taken_for_this_one(tmp_path, command):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -131,14 +132,14 @@ def test_mutation_stale_packed_weights_are_seen(weights, monkeypatch):
         check_fresh(gaps(weights))
 
 
-# Prompts, rewards and evaluation, with a rollout that writes known answers ---------------------------------------------
+# Prompts, rewards and evaluation, with a rollout that writes known answers ------------------------------------------
 
 RIGHT, UNFINISHED, WRONG, EMPTY = range(4)  # kinds of responses
 MIXED = np.arange(16) % 4  # one of each in a group of 4
 
 
 def response(item, kind):
-    """(ids of `answer_len` tokens, how many were sampled). UNFINISHED: the right total in the right form, but no eos."""
+    """(padded ids, how many were sampled). UNFINISHED: the right total in the right form, but no eos."""
     last = int(item.answer[-1])
     text = {RIGHT: item.answer, UNFINISHED: "1" + item.answer, WRONG: f"{item.answer[:-1]}{(last + 1) % 10}", EMPTY: ""}
     ids = TASK.tokenizer.encode(text[kind]) + ([] if kind == UNFINISHED else [TASK.tokenizer.eos_id])
@@ -156,10 +157,12 @@ def items_of(seed, split, indices):
 
 def written(prompts, kinds, version=0):
     """RolloutBatch that answers the prompts (tokens), whatever their order, with responses of those kinds."""
-    known = {i.prompt: i for split in ("train", "held_out") for seed in (0, 5) for i in items_of(seed, split, range(64))}
-    ids, lengths = zip(*(response(known[text], k) for text, k in zip(prompt_texts(prompts), kinds, strict=True)))
+    pools = itertools.product((0, 5), ("train", "held_out"))
+    known = {item.prompt: item for pool in pools for item in items_of(*pool, range(64))}
+    rows = [response(known[text], kind) for text, kind in zip(prompt_texts(prompts), kinds, strict=True)]
+    ids, lengths = [r[0] for r in rows], [r[1] for r in rows]
     sampled = np.arange(TASK.answer_len) < np.array(lengths)[:, None]
-    rows, before = len(ids), np.zeros(prompts.shape, bool)
+    before = np.zeros(prompts.shape, bool)
     mask = np.concatenate([before, sampled], 1)
     return RolloutBatch(
         tokens=np.concatenate([prompts, np.int32(ids)], 1),
@@ -167,9 +170,9 @@ def written(prompts, kinds, version=0):
         mask=mask,
         behaviour_logp=np.zeros(mask.shape, np.float32),
         finished=np.asarray(kinds) != UNFINISHED,
-        version=np.full(rows, version, np.int32),
-        reward=np.zeros(rows, np.float32),
-        advantage=np.zeros(rows, np.float32),
+        version=np.full(len(rows), version, np.int32),
+        reward=np.zeros(len(rows), np.float32),
+        advantage=np.zeros(len(rows), np.float32),
     )
 
 
@@ -211,7 +214,8 @@ def test_rewards_are_of_right_and_finished_answers_to_the_rows_own_item(weights)
     np.testing.assert_array_equal(loop.rewards(TASK, items, batch, TASK.prompt_len), MIXED == RIGHT)
     # the unfinished rows miss nothing but eos
     ended = batch.replace(finished=np.ones(16, bool))
-    np.testing.assert_array_equal(loop.rewards(TASK, items, ended, TASK.prompt_len), (MIXED == RIGHT) | (MIXED == UNFINISHED))
+    want = np.isin(MIXED, (RIGHT, UNFINISHED))
+    np.testing.assert_array_equal(loop.rewards(TASK, items, ended, TASK.prompt_len), want)
 
 
 def test_evaluation_is_pass_at_1_of_the_fixed_held_out_prompts(weights, scripted):
@@ -224,7 +228,7 @@ def test_evaluation_is_pass_at_1_of_the_fixed_held_out_prompts(weights, scripted
     assert [c["key"] for c in calls[:2]] == [c["key"] for c in calls[2:]] and calls[0]["key"] != calls[1]["key"]
 
 
-def test_a_run_draws_new_prompts_and_keys_and_gives_each_row_its_own_advantage(weights, scripted, monkeypatch, tmp_path):
+def test_a_run_draws_new_prompts_and_keys_and_gives_rows_their_advantage(weights, scripted, monkeypatch, tmp_path):
     calls, batches = scripted(MIXED), []
 
     def update(state, batch):
