@@ -102,10 +102,7 @@ class Decoder(nn.Module):
         c = self.cfg
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
         x = embedding.astype(self.precision.dtype)[tokens]
-        positions_given = positions is not None
-        if not positions_given:
-            positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-        io = _inputs(tokens, valid, positions, positions_given, cache, index, key_valid, active)
+        io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
         loads, carry = [], (x, cache, jnp.int32(0))
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
@@ -132,7 +129,7 @@ class Decoder(nn.Module):
         return logits, cache, loads
 
 
-def _inputs(tokens, valid, positions, positions_given, cache, index, key_valid, active) -> Inputs:
+def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs:
     prefill = cache is None or isinstance(index, int)
     if prefill:
         if not (isinstance(index, int) and index == 0):
@@ -144,9 +141,11 @@ def _inputs(tokens, valid, positions, positions_given, cache, index, key_valid, 
             raise ValueError(
                 "key_valid is of the cache's slots, unread in prefill and training: decode with a jax index"
             )
+        if positions is None:
+            positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         mask = jnp.tril(jnp.ones((t, t), bool))[None, None] & valid[:, None, None, :]
     else:
-        if key_valid is None or not positions_given:
+        if key_valid is None or positions is None:
             raise ValueError("decoding with a cache needs positions i32[B,T] and key_valid bool[B,S]")
         slots = jnp.arange(cache[0].shape[2])
         query = index + jnp.arange(tokens.shape[1])
