@@ -9,7 +9,7 @@ from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import EvaluateConfig, check_evaluate
-from quads_jax.evaluation import evaluate_checkpoint
+from quads_jax.evaluation import evaluate_checkpoint, setups
 from quads_jax.metrics import duration
 
 
@@ -23,6 +23,7 @@ def run() -> None:
         return
     with common.usage_errors():
         params, model, _ = load_weights(config.init)
+        setups(config, model)
         workdir = common.new_folder("evaluate")
     rows, total = [], 2 * len(config.recipes) * len(config.task.labels)
     started = time.perf_counter()

@@ -84,13 +84,20 @@ def scores(answers: dict[str, np.ndarray], ks: Sequence[int]) -> dict[str, float
     return out
 
 
+def setups(cfg: EvaluateConfig, model: ModelConfig) -> list[Setup]:
+    """One `Setup` a recipe. Raises ValueError where the task, the recipe or the sampling does not fit the model."""
+    runs = [
+        TrainConfig(init=cfg.init, task=cfg.task, recipe=recipe, rollout=cfg.rollout(), eval=cfg.eval())
+        for recipe in cfg.recipe_configs()
+    ]
+    return [setup(run, model) for run in runs]
+
+
 def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) -> Iterator[dict[str, Any]]:
     """Rows {"recipe", "precision", "task", "decoding", "prompts", "samples", scores...} for every recipe, task and
     decoding (sampled at `cfg.temperature`, and greedy with one sample), on the same fixed held-out prompts.
     """
-    for recipe in cfg.recipe_configs():
-        run = TrainConfig(init=cfg.init, task=cfg.task, recipe=recipe, rollout=cfg.rollout(), eval=cfg.eval())
-        s = setup(run, model)
+    for s in setups(cfg, model):
         state = init_state(s, params)
         packed = pack_program(model, s.recipe.rollout, bool(state.quant))(state.params, state.quant)
         for decoding, sampling, samples in _decodings(cfg, s):
@@ -105,7 +112,7 @@ def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) ->
                     "task": label,
                     "decoding": decoding,
                 }
-                ks = [k for k in cfg.ks if k <= samples and k > 1]
+                ks = [k for k in cfg.ks if k <= samples]  # greedy: none
                 yield row | {"prompts": cfg.prompts, "samples": samples} | scores(answers, ks)
 
 

@@ -42,6 +42,7 @@ REFUSED = {
     "no folder": (("--experiment=report",), "needs --workdir"),
     "no run": (("--experiment=report", "--workdir=pallas_kernels"), "holds no run"),
     "seeds": (("--dry_run", "--seeds=0"), "--seeds=0 must be at least 1"),
+    "evaluated vocabulary": (("--experiment=evaluate", "--task=mixture"), "has 17 ids, task mixture has 48"),
     "bad evaluation": (("--experiment=evaluate", "--dry_run", "--set=recipes=QUADS:x"), "must be NAME or NAME:RATIO"),
 }  # fmt: skip
 
