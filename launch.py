@@ -15,6 +15,9 @@ EXPERIMENTS = {
     "warm_start": "experiments.warm_start",
     "evaluate": "experiments.evaluate",
     "batch_shape": "experiments.batch_shape",
+    "gpu_list": "experiments.gpu_list",
+    "prototype": "experiments.prototype",
+    "mixture": "experiments.mixture",
     "report": "experiments.report",
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 import shlex
 import subprocess
 import sys
@@ -18,12 +19,11 @@ import jax
 from absl import app, flags
 
 from quads_jax import config_tree
-from quads_jax.checkpoints import load_weights
 from quads_jax.config import TrainConfig, check_train
 from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.tasks import TASKS
-from quads_jax.train import setup, train
+from quads_jax.train import WeakStart, load_start, setup, train
 
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports every backend that is not installed
 
@@ -34,7 +34,7 @@ flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-T
 flags.DEFINE_multi_string(
     "set", [], "Override of one config value, path=value, e.g. --set=optim.learning_rate=3e-4; repeatable."
 )
-flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON and stop.")
+flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a list's commands, and stop.")
 flags.DEFINE_string(
     "task",
     None,
@@ -45,16 +45,25 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("steps", None, "Steps a run.")
 flags.DEFINE_integer("seeds", None, "Number of seeds, 0..N-1, each a run.")
-
-_SHORTCUTS = ("workdir", "set", "dry_run", "task", "recipe", "steps", "seeds")
+# of lists: gpu_list, prototype, mixture
+flags.DEFINE_list("recipes", None, "Lists: which recipes, NAME or NAME:RATIO, e.g. BF16,QUADS:0.5.")
+flags.DEFINE_list("old_logps", None, "Lists: whose old log-probs, trainer and/or behaviour.")
+flags.DEFINE_integer("parallel", 1, "Lists: processes at once, sharing device memory.", lower_bound=1)
+flags.DEFINE_float(
+    "budget_seconds", None, "Lists: after so long no point starts and running ones end.", lower_bound=0.0
+)
+flags.DEFINE_string(
+    "warm_starts", None, "Lists that make warm starts: the folder that keeps them; default WORKDIR/warm_starts."
+)
+flags.DEFINE_bool("smoke", False, "prototype, mixture: a list of tiny runs, for a CPU.")
 
 
 def refuse_unused(*used: str) -> None:
     """Raises UsageError when a flag was given that this experiment would ignore."""
-    for name in _SHORTCUTS:
-        if name not in used and FLAGS[name].present:
+    for flag in FLAGS.get_key_flags_for_module(__name__):
+        if flag.name not in used and flag.present:
             raise app.UsageError(
-                f"--{name} has no effect on this experiment; it reads {', '.join('--' + n for n in used)}"
+                f"--{flag.name} has no effect on this experiment; it reads {', '.join('--' + n for n in used)}"
             )
 
 
@@ -86,6 +95,30 @@ def configured(config: Any) -> Any:
     return config
 
 
+def flags_for(config: Any, default: Any) -> tuple[str, ...]:
+    """The --task and --set flags with which `configured` makes `config` of `default`. Raises ValueError on a difference
+    that no flag can say.
+    """
+    chosen = []
+    if type(config.task) is not type(default.task):
+        chosen.append(f"--task={config.task.name}")
+        default = dataclasses.replace(default, task=type(config.task)())
+    for path in config_tree.leaf_paths(config):
+        value = operator.attrgetter(path)(config)
+        if value != operator.attrgetter(path)(default):
+            text = f"{path}={_text(value)}"
+            default = config_tree.override(default, text)  # raises where the text does not say the value
+            chosen.append(f"--set={text}")
+    return tuple(chosen)
+
+
+def _text(value: Any) -> str:
+    """A config value as `config_tree.override` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def new_folder(experiment: str) -> Path:
     """--workdir, or a new folder under runs/: made, and empty. Raises ValueError when it holds something."""
     folder = Path(FLAGS.workdir or Path("runs") / time.strftime(f"{experiment}-%Y%m%d-%H%M%S"))
@@ -99,10 +132,10 @@ def new_folder(experiment: str) -> Path:
     return folder
 
 
-def seeds(base: int) -> list[int]:
-    """The seeds that --seeds asks for, 0..N-1; without it the config's own, `base`."""
+def seeds(*default: int) -> list[int]:
+    """The seeds that --seeds asks for, 0..N-1; without it `default`, such as the config's own."""
     if FLAGS.seeds is None:
-        return [base]
+        return list(default)
     if FLAGS.seeds < 1:
         raise app.UsageError(f"--seeds={FLAGS.seeds} must be at least 1")
     if any(text.startswith("seed=") for text in FLAGS.set):
@@ -161,7 +194,7 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     with usage_errors():
         labels = [check_train(c).label for c in configs]
         for config in {c.init: c for c in configs}.values():
-            setup(config, load_weights(config.init)[1])
+            setup(config, load_start(config)[1])
     job = {
         "experiment": experiment,
         "command": command(experiment),
@@ -191,6 +224,8 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     except KeyboardInterrupt:
         print("\nstopped by the user", flush=True)
         sys.exit(130)
+    except WeakStart as error:
+        sys.exit(f"\n{error}")
     finally:
         progress.finish()
         print(f"{duration(time.perf_counter() - started)} in all; report: {write_report(workdir)}", flush=True)

@@ -26,7 +26,7 @@ class RecipeConfig:
 
     name: str = "QUADS"
     ratio: float | None = None  # QUADS: share of compensated channels; none takes the recipe's (0.5)
-    policy: str | None = None  # QUADS: online, static, block or token; none takes the recipe's (block)
+    policy: str | None = None  # QUADS: online, static, block, token or adaptive; none takes the recipe's (block)
     refresh_every: int = 0  # steps between new channel statistics; 0 keeps those of step 0
     roles: tuple[str, ...] = DEFAULT_ROLES  # layer roles that are quantized
     dtype: str = "bfloat16"  # of everything that is not quantized
@@ -66,6 +66,9 @@ class TrainConfig:
     seed: int = 0  # prompts and sampling
     steps: int = 60
     init: str = "shipped"  # a weights file, or the checkpoint that comes with the project
+    min_start: float | None = (
+        None  # held-out pass@1 that every task must start from; none: what the file of init states
+    )
     task: Task = SHIPPED_TASK
     recipe: RecipeConfig = RecipeConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -86,15 +89,18 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised training from scratch on a task's reference answers, until held-out pass@1 reaches `target`."""
+    """Supervised training from scratch on reference answers, until every task's held-out pass@1 at temperature 1
+    reaches `target`.
+    """
 
     seed: int = 0
     steps: int = 600  # at most
     batch: int = 128
-    target: float = 0.6  # held-out pass@1 at temperature 1 to stop at
+    target: float = 0.6  # pass@1 that every task must reach
+    ceiling: float = 1.0  # pass@1 that no task may exceed: a start above leaves RL nothing to teach
     eval_every: int = 5
-    eval_prompts: int = 512
-    final_prompts: int = 4096  # of the figures saved with the weights
+    eval_prompts: int = 512  # a task; at target on these, `final_prompts` decide
+    final_prompts: int = 4096  # a task, of the figures saved with the weights
     task: Task = SHIPPED_TASK
     model: ModelConfig = ModelConfig(vocab_size=SHIPPED_TASK.tokenizer.vocab_size, d_model=96, layers=3, d_expert=96)
     optim: OptimConfig = OptimConfig(learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=0.01)
@@ -161,6 +167,8 @@ def check_train(cfg: TrainConfig) -> Recipe:
     for name, value in (("steps", cfg.steps), ("rollout.prompts", cfg.rollout.prompts), ("eval.every", cfg.eval.every)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if cfg.min_start is not None and not 0 <= cfg.min_start <= 1:
+        raise ValueError(f"min_start={cfg.min_start} is a share of right answers, from 0 (accepts every start) to 1")
     if cfg.rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size={cfg.rollout.group_size} must be at least 2: a group of one has no baseline"
@@ -204,6 +212,8 @@ def check_warm_start(cfg: WarmStartConfig) -> None:
         raise ValueError(f"final_prompts={cfg.final_prompts} must be a multiple of eval_prompts={cfg.eval_prompts}")
     if not 0 < cfg.target <= 1:
         raise ValueError(f"target={cfg.target} is a share of right answers, in (0, 1]")
+    if not cfg.target <= cfg.ceiling <= 1:
+        raise ValueError(f"ceiling={cfg.ceiling} is a share of right answers, from target={cfg.target} to 1")
 
 
 def from_json(cls: type, data: Mapping[str, Any]) -> Any:

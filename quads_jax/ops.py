@@ -47,12 +47,12 @@ _PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel or
 
 
 class Grouped(NamedTuple):
-    """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes) -> f32[M,N]; outer(g [M,N], x [M,K],
-    sizes) -> f32[E,N,K].
+    """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes, block) -> f32[M,N]; outer(g [M,N],
+    x [M,K], sizes, block) -> f32[E,N,K].
     """
 
-    dot: Callable[[Array, Array, Array], Array]
-    outer: Callable[[Array, Array, Array], Array]
+    dot: Callable[..., Array]
+    outer: Callable[..., Array]
 
 
 IMPLEMENTATIONS: dict[str, Grouped] = {
@@ -70,6 +70,14 @@ def choose(implementation: str | None) -> Grouped:
     if implementation is None:
         _log.info("grouped GEMM: %s (on %s)", name, jax.default_backend())
     return IMPLEMENTATIONS[name]
+
+
+def padded_groups(group_sizes: Array, rows: int) -> tuple[blocked.Blocks, int]:
+    """M = `rows` rows sorted by group, group_sizes i32[E] -> (layout in groups padded to whole blocks, rows a block):
+    what `grouped_project` takes without moving rows when it is told the block.
+    """
+    block = blocked.block_rows(rows, group_sizes.shape[0])
+    return blocked.blocks_of(group_sizes, rows, block), block
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
@@ -199,9 +207,9 @@ def _select(
     """Which channels of the residual f32[..., K] are compensated: bool, broadcastable to it."""
     if policy == "static":  # the operand is already in channel order
         return jnp.arange(residual.shape[-1]) < channels
-    if policy == "block":
-        mask = rac.order_mask(_need(order), channels)
-        return mask if mask.ndim == 1 else mask[ids]  # a sort an expert, not a row
+    if policy in ("block", "adaptive"):
+        mask = rac.order_mask(_need(order), channels) if policy == "block" else _need(order)
+        return mask if mask.ndim == 1 else mask[ids]  # a row an expert
     if policy == "token":
         return rac.token_mask(residual, channels)
     rows = residual.reshape(-1, residual.shape[-1])
@@ -211,20 +219,25 @@ def _select(
 
 def residual_statistics(
     x: Array, p: LayerPrecision, dtype: str, active: Array | None = None, groups: Array | None = None
-) -> Array:
-    """Mean |X - Q(X)| of each channel over active rows: x [M,K] -> f32[K], or f32[E,K] by `groups` = group_sizes i32[E]
+) -> rac.ChannelStatistics:
+    """Statistics of each channel over active rows: x [M,K] -> f32[K] each, or f32[E,K] by `groups` = group_sizes i32[E]
     of sorted rows.
     """
     x = _quantizer_input(x, dtype)
     values, scale = tensor.quantize_values(x, p.activation, unit="token")
-    residual = jnp.abs(rac.subtract_scaled(x, values, scale))
+    residual = rac.subtract_scaled(x, values, scale)
+    measured = rac.ChannelStatistics(jnp.abs(residual), residual * residual, x * x)
     if groups is None:
-        return rac.residual_scores(residual, active)
+        return jax.tree.map(lambda a: rac.residual_scores(a, active), measured)
     ids, inside = reference.row_groups(groups, x.shape[0])
     inside = inside if active is None else inside & active
-    total = jax.ops.segment_sum(jnp.where(inside[:, None], residual, 0.0), ids, num_segments=groups.shape[0])
     count = jax.ops.segment_sum(inside.astype(jnp.float32), ids, num_segments=groups.shape[0])
-    return total / jnp.maximum(count, 1.0)[:, None]
+
+    def mean(a: Array) -> Array:
+        total = jax.ops.segment_sum(jnp.where(inside[:, None], a, 0.0), ids, num_segments=groups.shape[0])
+        return total / jnp.maximum(count, 1.0)[:, None]
+
+    return jax.tree.map(mean, measured)
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -297,34 +310,35 @@ def project(
 ) -> Array:
     """y = x w^T under `p`: x f[..., K], w [N, K] -> f32[..., N].
 
-    order: channel order i32[K] of this input, where `p` needs one. active: bool[...] rows counted by policy `online`.
-    Gradients are straight-through: dx = g dq(w), dw = g^T dq(x), also where elements were clipped; products of the
-    backward pass are in the compute dtype with float32 accumulation. A packed `w` gets none.
+    order: channel order i32[K] of this input (policy adaptive: mask bool[K]), where `p` needs one. active: bool[...]
+    rows counted by policy `online`. Gradients are straight-through: dx = g dq(w), dw = g^T dq(x), also where elements
+    were clipped; products of the backward pass are in the compute dtype with float32 accumulation. A packed `w` gets
+    none.
     """
     return _project(p, dtype, x, w, order, active)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _grouped(p, dtype, implementation, x, w, sizes, order, active):
-    return _grouped_fwd(p, dtype, implementation, x, w, sizes, order, active)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _grouped(p, dtype, implementation, block, x, w, sizes, order, active):
+    return _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active)[0]
 
 
-def _grouped_fwd(p, dtype, implementation, x, w, sizes, order, active):
-    ids, inside = reference.row_groups(sizes, x.shape[0])
+def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
+    ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
     x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
     xa, wo = _activation(x, p, order, ids, active, dtype), _weight_operand(w, p, order, dtype)
     row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
     dot = choose(implementation).dot
-    y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes))
+    y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes, block))
     return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
 
 
-def _grouped_bwd(p, dtype, implementation, saved, g):
+def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
     impl = choose(implementation)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
-    dx = impl.dot(gx, jnp.swapaxes(wo.values, 1, 2), sizes)
-    dw = impl.outer(g.astype(dtype), x_used, sizes)
+    dx = impl.dot(gx, jnp.swapaxes(wo.values, 1, 2), sizes, block)
+    dw = impl.outer(g.astype(dtype), x_used, sizes, block)
     if p.permuted:
         inverse = jnp.argsort(order, axis=-1)
         dx, dw = _permute(dx, inverse, ids), permute_weight(dw, inverse)
@@ -344,10 +358,12 @@ def grouped_project(
     order: Array | None = None,
     active: Array | None = None,
     implementation: str | None = None,
+    block: int | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
-    order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. Otherwise as `project`.
+    order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
+    divides every group size and M, which saves padding them. Otherwise as `project`.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
     if group_sizes.shape != (experts,) or x.ndim != 2 or x.shape[1] != width:
@@ -355,4 +371,6 @@ def grouped_project(
             f"x {x.shape} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
             "x must be [M, K], group_sizes [E]"
         )
-    return _grouped(p, dtype, implementation, x, w, group_sizes, order, active)
+    if block is not None and x.shape[0] % block:
+        raise ValueError(f"M={x.shape[0]} rows are not a multiple of block={block}: pad every group to whole blocks")
+    return _grouped(p, dtype, implementation, block, x, w, group_sizes, order, active)

@@ -40,8 +40,9 @@ class LayerPrecision:
     @property
     def needs_order(self) -> bool:
         """Whether a GEMM of this precision reads the channel order of its input site."""
-        ordered = self.residual is not None and self.residual.ratio > 0 and self.residual.policy in ("static", "block")
-        return self.permuted or ordered
+        spec = self.residual
+        measured = spec is not None and spec.ratio > 0 and spec.policy in ("static", "block", "adaptive")
+        return self.permuted or measured
 
 
 @dataclasses.dataclass(frozen=True)

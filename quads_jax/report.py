@@ -56,9 +56,10 @@ class Run:
         """{step: value} of a training metric."""
         return {step: row[key] for step, row in self.train.items() if key in row}
 
-    def scores(self, precision: str) -> dict[int, float]:
-        """{step: held-out pass@1 in percent} under the precision of one side."""
-        return {step: 100 * row["pass@1"] for step, row in self.evals[precision].items()}
+    def scores(self, precision: str, task: str | None = None) -> dict[int, float]:
+        """{step: held-out pass@1 in percent} under the precision of one side; of one of several tasks by its label."""
+        key = "pass@1" if task is None else f"pass@1/{task}"
+        return {step: 100 * row[key] for step, row in self.evals[precision].items() if key in row}
 
 
 def load_runs(workdir: str | os.PathLike) -> dict[str, list[Run]]:
@@ -76,7 +77,8 @@ def load_runs(workdir: str | os.PathLike) -> dict[str, list[Run]]:
 
 
 def write_report(workdir: str | os.PathLike) -> Path:
-    """Writes REPORT.md, summary.json, reward.png, pass_at_1.png and gap.png into `workdir`; gives REPORT.md's path.
+    """Writes REPORT.md, summary.json, reward.png, pass_at_1.png and gap.png into `workdir`, and pass_at_1_by_task.png
+    where evaluations have several tasks; gives REPORT.md's path.
 
     Raises:
         ValueError: the folder holds no run and its config names no recipe.
@@ -85,12 +87,14 @@ def write_report(workdir: str | os.PathLike) -> Path:
     job, recipes = _read_json(workdir / "config.json"), load_runs(workdir)
     if not recipes:
         raise ValueError(f"{workdir} holds no run: expected <label>/seed<k>/metrics.jsonl below it")
-    measured = {label: _measure(runs) for label, runs in recipes.items()}
-    rows = _summary(job, recipes, measured)
+    tasks = _tasks(recipes)
+    quantities = QUANTITIES | {name: what for task in tasks for name, what in _task_quantities(task).items()}
+    measured = {label: _measure(runs, quantities) for label, runs in recipes.items()}
+    rows = _summary(job, recipes, measured, quantities)
     (workdir / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
-    _draw(workdir, recipes)
+    _draw(workdir, recipes, tasks)
     report = workdir / "REPORT.md"
-    report.write_text(_markdown(job, recipes, measured))
+    report.write_text(_markdown(job, recipes, measured, tasks))
     return report
 
 
@@ -144,7 +148,8 @@ def _change(scores: dict[int, float]) -> float | None:
 
 
 # What the report knows of a recipe: name -> (unit, what one run shows; None where it shows nothing).
-QUANTITIES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+Quantities = dict[str, tuple[str, Callable[[Run], float | None]]]
+QUANTITIES: Quantities = {
     "pass@1 before, rollout precision": ("%", lambda run: _before(run.scores("rollout"))),
     "pass@1 after, rollout precision": ("%", lambda run: _after(run.scores("rollout"))),
     "pass@1 change, rollout precision": ("points", lambda run: _change(run.scores("rollout"))),
@@ -160,35 +165,54 @@ QUANTITIES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
 }
 
 
-def _measure(runs: Sequence[Run]) -> dict[str, Measured]:
+def _tasks(recipes: dict[str, list[Run]]) -> list[str]:
+    """The labels of evaluations of several tasks, sorted; none where all have a single one."""
+    rows = _evaluations(recipes)
+    return sorted({key.removeprefix("pass@1/") for row in rows for key in row if key.startswith("pass@1/")})
+
+
+def _task_quantities(task: str) -> Quantities:
+    """What the report knows of one of several tasks."""
+    return {
+        f"pass@1 before, rollout precision, {task}": ("%", lambda run: _before(run.scores("rollout", task))),
+        f"pass@1 after, rollout precision, {task}": ("%", lambda run: _after(run.scores("rollout", task))),
+        f"pass@1 change, rollout precision, {task}": ("points", lambda run: _change(run.scores("rollout", task))),
+    }
+
+
+def _measure(runs: Sequence[Run], quantities: Quantities) -> dict[str, Measured]:
     """Every quantity that at least one of the runs shows."""
-    per_run = {name: tuple(map(of_run, runs)) for name, (_, of_run) in QUANTITIES.items()}
+    per_run = {name: tuple(map(of_run, runs)) for name, (_, of_run) in quantities.items()}
     shown = {name: tuple(v for v in values if v is not None) for name, values in per_run.items()}
     return {name: Measured(values) for name, values in shown.items() if values}
 
 
 def _summary(job: dict[str, Any], recipes: dict[str, list[Run]],
-             measured: dict[str, dict[str, Measured]]) -> list[dict[str, Any]]:
+             measured: dict[str, dict[str, Measured]], quantities: Quantities) -> list[dict[str, Any]]:
     """The rows of summary.json."""
     common = {key: job[key] for key in ("command", "commit", "device") if key in job}
     rows = []
     for label, runs in recipes.items():
         for name, figure in measured[label].items():
-            row = {"what": f"{label}: {name}", "value": figure.mean, "unit": QUANTITIES[name][0]}
-            row["seeds"] = [run.seed for run in runs if QUANTITIES[name][1](run) is not None]
+            unit, of_run = quantities[name]
+            row = {"what": f"{label}: {name}", "value": figure.mean, "unit": unit}
+            row["seeds"] = [run.seed for run in runs if of_run(run) is not None]
             if figure.half_width is not None:
                 row["ci95"] = [figure.mean - figure.half_width, figure.mean + figure.half_width]
             rows.append(row | common)
     return rows
 
 
-def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict[str, dict[str, Measured]]) -> str:
+def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict[str, dict[str, Measured]],
+              tasks: Sequence[str]) -> str:
     facts = [f"{key}: `{job[key]}`" for key in ("command", "commit", "device") if key in job]
     several = any(len(runs) > 1 for runs in recipes.values())
-    spread = " Figures are means over seeds ± half of the 95 % Student-t interval." if several else ""
+    spread = ("Figures are means over seeds; ± is half of the 95 % Student-t interval of that mean. It covers what "
+              "differs between seeds, not the choice of the held-out prompts, which all seeds share.")
     return "\n\n".join([
         "# Report",
         *facts,
+        *([spread] if several else []),
         "## Held-out pass@1",
         _table(recipes, {"arithmetic, rollout / trainer": _arithmetic, "runs": _states}, measured, {
             "pass@1 before, rollout precision": ("rollout's precision: before (%)", ".1f"),
@@ -199,8 +223,9 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
             "pass@1 change, trainer precision": ("change (points)", "+.1f"),
         }),
         f"Before: the first evaluation. After: the mean of the last {FINAL_EVALS} that follow it (of all, where there "
-        f"are fewer; the trainer's side may be scored less often). {_sample_size(recipes)}{spread}",
+        f"are fewer; the trainer's side may be scored less often). {_sample_size(recipes)}",
         "![Held-out pass@1 by step](pass_at_1.png)",
+        *(_by_task(recipes, measured, tasks) if tasks else ()),
         "## Mismatch and speed",
         _table(recipes, {}, measured, {
             "gap, mean over steps": ("gap, mean (nats)", ".3g"),
@@ -212,10 +237,27 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
         }),
         "Gap: |behaviour log-prob - trainer log-prob| of the sampled tokens before a step's first update; mean over "
         f"steps of the mean and of the p99, median over steps of the maximum. Entropy: the last {ENTROPY_STEPS} "
-        f"steps' mean. Tokens/s: sampled tokens a second of rollout, median over the steps after the first.{spread}",
+        f"steps' mean. Tokens/s: sampled tokens a second of rollout, median over the steps after the first.",
         "![Gap by step](gap.png)",
         "![Reward by step](reward.png)",
     ]) + "\n"
+
+
+def _by_task(recipes: dict[str, list[Run]], measured: dict[str, dict[str, Measured]],
+             tasks: Sequence[str]) -> list[str]:
+    """The report's section on evaluations of several tasks."""
+    columns = {}
+    for task in tasks:
+        columns[f"pass@1 before, rollout precision, {task}"] = (f"{task}: before (%)", ".1f")
+        columns[f"pass@1 after, rollout precision, {task}"] = ("after (%)", ".1f")
+    n = min(row["n"] for row in _evaluations(recipes))
+    return [
+        "## Held-out pass@1 by task",
+        _table(recipes, {}, measured, columns),
+        "Under the rollout's precision. The tasks share an evaluation's prompts, so the standard error of a task's "
+        f"score is larger: at most {100 * math.sqrt(0.25 * len(tasks) / n):.1f} points where the shares are equal.",
+        "![Held-out pass@1 of each task by step](pass_at_1_by_task.png)",
+    ]
 
 
 def _table(recipes: dict[str, list[Run]], texts: dict[str, Callable[[list[Run]], str]],
@@ -247,10 +289,15 @@ def _states(runs: list[Run]) -> str:
     return "; ".join(parts) or "not started"
 
 
+def _evaluations(recipes: dict[str, list[Run]]) -> list[dict]:
+    """The rows of all evaluations."""
+    return [row for runs in recipes.values() for run in runs for by_step in run.evals.values()
+            for row in by_step.values()]
+
+
 def _sample_size(recipes: dict[str, list[Run]]) -> str:
     """The held-out prompts of an evaluation and the standard error they leave."""
-    rows = [row for runs in recipes.values() for run in runs for by_step in run.evals.values()
-            for row in by_step.values()]
+    rows = _evaluations(recipes)
     if not rows:
         return "No evaluation was made."
     n = min(row["n"] for row in rows)
@@ -258,8 +305,8 @@ def _sample_size(recipes: dict[str, list[Run]]) -> str:
             f"{100 * math.sqrt(0.25 / n):.1f} points.")
 
 
-def _draw(workdir: Path, recipes: dict[str, list[Run]]) -> None:
-    """reward.png, pass_at_1.png and gap.png."""
+def _draw(workdir: Path, recipes: dict[str, list[Run]], tasks: Sequence[str]) -> None:
+    """reward.png, pass_at_1.png and gap.png; with several tasks pass_at_1_by_task.png."""
     steps = max((len(run.train) for runs in recipes.values() for run in runs), default=0)
     window = 2 * (steps // 20) + 1  # a tenth of the run, odd
     thin = "single seeds" if any(len(runs) > 1 for runs in recipes.values()) else "every step"
@@ -277,6 +324,13 @@ def _draw(workdir: Path, recipes: dict[str, list[Run]]) -> None:
         ax.set(title=f"Held-out pass@1 under the {precision}'s precision", xlabel="step", ylabel="pass@1 (%)")
     _save(figure, workdir / "pass_at_1.png")
 
+    if tasks:
+        figure, axes = _canvas(len(tasks), width=3.2)
+        for ax, task in zip(axes, tasks, strict=True):
+            _lines(ax, recipes, lambda run, task=task: run.scores("rollout", task), window=1, marker="o")
+            ax.set(title=task, xlabel="step", ylabel="pass@1 under the rollout's precision (%)")
+        _save(figure, workdir / "pass_at_1_by_task.png")
+
     figure, (ax,) = _canvas(1)
     _lines(ax, recipes, lambda run: {s: v for s, v in run.series("gap/mean").items() if v > 0}, window)
     ax.set(title=f"Mean gap between rollout and trainer{smoothed}", xlabel="step", yscale="log",
@@ -284,11 +338,13 @@ def _draw(workdir: Path, recipes: dict[str, list[Run]]) -> None:
     _save(figure, workdir / "gap.png")
 
 
-def _canvas(panels: int):
-    """A figure with `panels` axes side by side that share y. Matplotlib is loaded only here, without a display."""
+def _canvas(panels: int, width: float = 6.5):
+    """A figure with `panels` axes side by side, `width` inches each, that share y. Matplotlib is loaded only here,
+    without a display.
+    """
     from matplotlib.figure import Figure  # without pyplot, so Agg draws
 
-    figure = Figure(figsize=(1.5 + 6.5 * panels, 4.8), layout="constrained")
+    figure = Figure(figsize=(1.5 + width * panels, 4.8), layout="constrained")
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 

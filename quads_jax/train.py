@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ from quads_jax.rl.update import OptimConfig, UpdateConfig, make_optimizer, updat
 from quads_jax.tasks import Item, Prefetch, Task, mean_by_task
 
 CALIBRATION_ROWS = 256
+# pass@1 below which RL does not start from weights that state nothing about the task: a group without a single right
+# answer has no advantage, so nearly all of them would teach nothing
+START_FLOOR = 0.02
 
 # Programs: jitted phases, each traced once (a second trace raises). Runs that agree on the arguments below share the
 # compilation, hence the caches: keys are frozen configs and batch shapes, so a program never serves a configuration
@@ -134,7 +138,7 @@ def calibrate(s: Setup, params: Any, start: int) -> Any:
         return {}
     tokens, valid, _ = supervised_batch(s.cfg.task, s.cfg.seed, "train", start, CALIBRATION_ROWS)
     program = statistics_program(s.model, s.recipe.rollout, tokens.shape)
-    return jax.jit(channel_orders, static_argnums=1)(program(params, tokens, valid), s.recipe.rollout)
+    return jax.jit(channel_orders, static_argnums=2)(program(params, tokens, valid), params, s.recipe.rollout)
 
 
 def supervised_batch(
@@ -266,12 +270,65 @@ def init_state(s: Setup, params: Any) -> TrainState:
     )
 
 
+# The start ------------------------------------------------------------------------------------------------------------
+
+
+def load_start(cfg: TrainConfig) -> tuple[Any, ModelConfig, float]:
+    """(f32 parameters, model config, floor) of `cfg.init`. `floor`: the held-out pass@1 that every task must show
+    before the first update (`check_start`); 0 where the file is a warm start of this very task, whose stated figures
+    are judged here.
+
+    Raises ValueError when they lie below `cfg.min_start`, or below the file's own target where that is none.
+    """
+    params, model, meta = load_weights(cfg.init)
+    figures = meta.get("figures", {})
+    if "tasks" not in figures or meta.get("config", {}).get("task") != config_tree.to_json(cfg)["task"]:
+        return params, model, START_FLOOR if cfg.min_start is None else cfg.min_start
+    needed = figures["target"] if cfg.min_start is None else cfg.min_start
+    reached = {label: task["pass@1"] for label, task in figures["tasks"].items()}
+    if short := _shortfall(reached, needed):
+        raise ValueError(
+            f"the warm start of init={cfg.init!r} is too weak to start from: held-out {short}. Make it again with more "
+            "steps or another optim.learning_rate, or with a lower target; or accept it with "
+            f"--set=min_start={_accepting(reached):g}"
+        )
+    return params, model, 0.0
+
+
+class WeakStart(RuntimeError):
+    """Weights that state nothing about the task scored too low on it to start from."""
+
+
+def check_start(s: Setup, measured: dict[str, Any], floor: float) -> None:
+    """Raises WeakStart when a row of `evaluate` has a task below `floor`."""
+    by_task = {key.partition("/")[2]: value for key, value in measured.items() if key.startswith("pass@1/")}
+    reached = by_task or {s.cfg.task.label: measured["pass@1"]}
+    if short := _shortfall(reached, floor):
+        raise WeakStart(
+            f"init={s.cfg.init!r} states no pass@1 on this task and is too weak to start from, measured on "
+            f"{measured['n']} held-out prompts: {short}. Start from a warm start of this task "
+            f"(--experiment=warm_start), or accept it with --set=min_start={_accepting(reached):g}"
+        )
+
+
+def _shortfall(reached: dict[str, float], needed: float) -> str:
+    """The tasks below `needed`; empty where there is none."""
+    low = [f"{label} has pass@1 {value:.3f}" for label, value in reached.items() if value < needed]
+    return f"{', '.join(low)}, below {needed:g}" if low else ""
+
+
+def _accepting(reached: dict[str, float]) -> float:
+    """The largest `min_start` of two decimals that accepts these."""
+    return math.floor(100 * min(reached.values())) / 100
+
+
 def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> TrainState:
     """One run into `folder`: config.json, metrics.jsonl, weights, run.json. `on_step` sees every training row.
 
-    Raises FileExistsError when the folder already holds a run, ValueError on a bad config.
+    Raises FileExistsError when the folder already holds a run, ValueError on a bad config or a warm start below its
+    target (`load_start`), WeakStart before the first update when the start is too weak (`check_start`).
     """
-    params, model, _ = load_weights(cfg.init)
+    params, model, floor = load_start(cfg)
     s = setup(cfg, model)
     if (folder / "metrics.jsonl").exists():
         raise FileExistsError(f"{folder} already holds a run; choose another --workdir or remove it")
@@ -286,7 +343,7 @@ def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], No
     }
     _write_json(folder / "run.json", info)
     try:
-        state = _steps(s, init_state(s, params), folder, on_step)
+        state = _steps(s, init_state(s, params), floor, folder, on_step)
     except BaseException as error:
         _write_json(folder / "run.json", info | {"status": f"failed: {type(error).__name__} {error}".strip()})
         raise
@@ -296,11 +353,15 @@ def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], No
     return state
 
 
-def _steps(s: Setup, state: TrainState, folder: Path, on_step: Callable[[dict[str, Any]], None]) -> TrainState:
+def _steps(
+    s: Setup, state: TrainState, floor: float, folder: Path, on_step: Callable[[dict[str, Any]], None]
+) -> TrainState:
     cfg = s.cfg
     with MetricsWriter(folder / "metrics.jsonl") as writer, Prefetch(lambda step: group_prompts(s, step)) as drawn:
         for row in evaluate_sides(s, state):
             writer.write({"step": 0, **row})
+            if row["precision"] == "trainer":
+                check_start(s, row, floor)
         for step in range(1, cfg.steps + 1):
             refreshed = {}
             if cfg.recipe.refresh_every and step > 1 and (step - 1) % cfg.recipe.refresh_every == 0:

@@ -11,7 +11,7 @@ import pytest
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import LayerPrecision, Precision, recipe
 from quads_jax.quant.formats import NVFP4
-from quads_jax.quant.residual import ResidualSpec
+from quads_jax.quant.residual import ChannelStatistics, ResidualSpec, adaptive_masks, error_shares, num_channels
 from quads_jax.rl.calibration import changed_channels, channel_orders, channel_statistics
 from tests.ops_test import bf16, dq
 from tests.pack_test import named, random_params
@@ -43,8 +43,17 @@ program = jax.jit(
 
 
 @functools.cache
-def statistics():
+def measured():
     return jax.device_get(program(params(), TOKENS, VALID))
+
+
+def is_site(node):
+    return isinstance(node, ChannelStatistics)
+
+
+def statistics(field="residual"):
+    """One of the means, as a tree of GEMM leaves."""
+    return jax.tree.map(lambda s: getattr(s, field), measured(), is_leaf=is_site)
 
 
 def test_every_site_is_measured():
@@ -68,21 +77,25 @@ def test_statistics_are_mean_residuals_over_valid_tokens():
     want = np.abs(x - dq(x, NVFP4, "token")).mean(0)
     # observed: 1.2e-7; one element on the other side of a bfloat16 boundary would move its channel by about 1 %
     np.testing.assert_allclose(statistics()["run_0"]["attention"]["qkv"][0], want, rtol=1e-5, atol=1e-7)
+    squares = {"residual_sq": x - dq(x, NVFP4, "token"), "input_sq": x}
+    for field, a in squares.items():
+        got = statistics(field)["run_0"]["attention"]["qkv"][0]
+        np.testing.assert_allclose(got, np.square(a).mean(0), rtol=1e-5, atol=1e-7)
 
 
 def test_padding_does_not_count():
     tokens = np.where(VALID, TOKENS, (TOKENS + 7) % MODEL.vocab_size)
     # observed: 1.8e-7, from the order of sums: other padding goes to other experts
     same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8)
-    jax.tree.map(same, jax.device_get(program(params(), tokens, VALID)), statistics())
+    jax.tree.map(same, jax.device_get(program(params(), tokens, VALID)), measured())
     less = program(params(), TOKENS, VALID & (np.arange(8) < 5))
-    assert np.any(np.asarray(less["run_0"]["attention"]["qkv"]) != statistics()["run_0"]["attention"]["qkv"])
+    assert np.any(np.asarray(less["run_0"]["attention"]["qkv"].residual) != statistics()["run_0"]["attention"]["qkv"])
 
 
 def test_an_expert_without_tokens_has_zero_statistics_and_the_natural_order():
     down = statistics()["run_0"]["moe"]["experts"]["down"]
     assert not down[:, 2].any() and down[:, :2].min() > 0
-    orders = channel_orders(statistics(), STATIC)["run_0"]["moe"]["experts"]["down"]
+    orders = channel_orders(measured(), params(), STATIC)["run_0"]["moe"]["experts"]["down"]
     np.testing.assert_array_equal(orders[:, 2], np.broadcast_to(np.arange(32), (2, 32)))
 
 
@@ -96,7 +109,7 @@ def test_statistics_are_measured_without_compensation_or_permutation():
 
 @pytest.mark.parametrize("precision", [BLOCK, STATIC], ids=["block", "static"])
 def test_orders_are_permutations_with_the_largest_residuals_first(precision):
-    orders = channel_orders(statistics(), precision)
+    orders = channel_orders(measured(), params(), precision)
     for name, order in named(orders).items():
         scores, order = named(statistics())[name], np.asarray(order)
         assert order.dtype == np.int32 and order.shape == scores.shape
@@ -115,8 +128,8 @@ def test_orders_are_permutations_with_the_largest_residuals_first(precision):
 def test_mixed_policies_raise():
     layer = lambda policy: LayerPrecision(NVFP4, NVFP4, ResidualSpec(0.5, policy))  # noqa: E731
     mixed = dataclasses.replace(Precision(), experts=layer("block"), attention=layer("static"))
-    with pytest.raises(ValueError, match="one policy a precision: this one mixes block, static"):
-        channel_orders(statistics(), mixed)
+    with pytest.raises(ValueError, match="one policy and ratio a precision: this one mixes block 0.5, static 0.5"):
+        channel_orders(measured(), params(), mixed)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +149,51 @@ def test_changed_channels(ratio, moved, share):
     assert float(changed_channels({"site": old}, new, ratio)) == share
     half = {"site": new["site"].at[0].set(old[0])}  # one of two layers keeps its order
     assert float(changed_channels({"site": old}, half, ratio)) == share / 2
+
+
+# Policy adaptive ------------------------------------------------------------------------------------------------------
+
+
+def test_error_shares_predict_the_error_of_the_product():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4096, 64)) * np.exp(rng.normal(size=64))
+    w = rng.normal(size=(32, 64)) * np.exp(rng.normal(size=64))
+    residual = x - dq(np.float32(x), NVFP4, "token")
+    stats = ChannelStatistics(np.abs(residual).mean(0), np.square(residual).mean(0), np.square(x).mean(0))
+    shares = np.asarray(error_shares(stats, np.square(w).sum(0)))
+    for chosen in (np.arange(64) < 16, np.arange(64) % 3 == 0):
+        error = np.square((residual * chosen) @ w.T).sum() / np.square(x @ w.T).sum()
+        np.testing.assert_allclose(shares[chosen].sum(), error, rtol=0.02)  # observed .005
+
+
+def test_adaptive_masks_spend_one_total_where_it_removes_most():
+    rng = np.random.default_rng(1)
+    shares = [rng.random((2, 64)), 10 * rng.random((2, 32)), rng.random((2, 4, 64))]
+    masks = [np.asarray(m) for m in adaptive_masks([jnp.float32(s) for s in shares], 0.5)]
+    experts = [1, 1, 4]
+    spent = sum(m.sum() / e for m, e in zip(masks, experts, strict=True))
+    budget = sum(2 * num_channels(0.5, s.shape[-1]) for s in shares)
+    assert budget - 16 < spent <= budget
+    blocks = [s.reshape(*s.shape[:-1], -1, 16).sum(-1) for s in shares]
+    taken = [m.reshape(*m.shape[:-1], -1, 16) for m in masks]
+    assert all((t.all(-1) == t.any(-1)).all() for t in taken)  # whole blocks
+    taken = [t.any(-1) for t in taken]
+    kept, left = (np.concatenate([b[t == want] for b, t in zip(blocks, taken, strict=True)]) for want in (True, False))
+    assert kept.min() >= left.max()
+    assert taken[1].all()  # the loud site is compensated whole
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (1.0, 1.0)])
+def test_adaptive_at_the_ends_is_nothing_or_everything(ratio, share):
+    shares = [jnp.ones((2, 64)), jnp.zeros((2, 3, 32))]
+    assert all(float(m.mean()) == share for m in adaptive_masks(shares, ratio))
+
+
+def test_adaptive_masks_of_a_model_prefer_the_loud_channels_and_skip_dead_experts():
+    precision = recipe("QUADS", policy="adaptive", ratio=0.25).rollout
+    masks = channel_orders(measured(), params(), precision)
+    for name, mask in named(masks).items():
+        assert mask.dtype == bool and mask.shape == named(statistics())[name].shape, name
+    assert not np.asarray(masks["run_0"]["moe"]["experts"]["down"])[:, 2].any()
+    changed = jax.tree.map(lambda m: ~m, masks)
+    assert float(changed_channels(masks, masks, 0.25)) == 0.0 and float(changed_channels(masks, changed, 0.25)) == 1.0

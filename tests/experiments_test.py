@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ def run(*arguments: str, module: bool = False) -> subprocess.CompletedProcess:
 
 REFUSED = {
     "unknown experiment": (("--experiment=trian",), "unknown experiment 'trian'; experiments are main, train"),
-    "unknown flag": (("--recipes=BF16",), "Unknown command line flag 'recipes'"),
+    "unknown flag": (("--optim=1",), "Unknown command line flag 'optim'"),
     "unknown path": (("--dry_run", "--set=optim.lr=1"), "learning_rate"),
     "wrong type": (("--dry_run", "--set=steps=many"), "steps: 'many'"),
     "no equals sign": (("--dry_run", "--set=steps"), "write path=value"),
@@ -34,6 +35,13 @@ REFUSED = {
         ("--experiment=train", "--dry_run", "--recipe=NAIVE", "--set=recipe.ratio=0.5"), "no effect on recipe NAIVE"
     ),
     "flag without effect": (("--recipe=BF16",), "--recipe has no effect on this experiment"),
+    "list flag without effect": (("--recipes=BF16",), "--recipes has no effect on this experiment; it reads --workdir"),
+    "set of a fixed list": (("--experiment=prototype", "--set=steps=3"), "--set has no effect on this experiment"),
+    "steps of a smoke list": (("--experiment=mixture", "--smoke", "--steps=3"), "--steps has no effect on this"),
+    "list without warm starts": (("--experiment=gpu_list", "--warm_starts=x"), "--warm_starts has no effect on this"),
+    "list without folder": (("--experiment=mixture", "--dry_run"), "give --workdir=FOLDER"),
+    "seed of a list": (("--experiment=gpu_list", "--workdir=x", "--set=seed=3"), "a list chooses these by --seeds"),
+    "bad list": (("--experiment=prototype", "--workdir=x", "--recipes=QUAD"), "unknown recipe 'QUAD'"),
     "fixed recipes": (("--dry_run", "--set=recipe.ratio=0.5"), "the main job compares fixed recipes"),
     "missing weights": (("--experiment=train", "--set=init=nothing.msgpack"), "no weights file nothing.msgpack"),
     "another vocabulary": (("--experiment=train", "--dry_run", "--task=mixture"), "has 17 ids, task mixture has 48"),
@@ -63,8 +71,32 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
 
 def test_list_names_every_experiment_with_its_question():
     lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["main", "train", "warm_start", "evaluate", "batch_shape", "report"]
+    names = "main train warm_start evaluate batch_shape gpu_list prototype mixture report"
+    assert [line.split()[0] for line in lines] == names.split()
     assert all(len(line.split()) > 5 for line in lines)
+
+
+def test_help_lists_every_flag():
+    text = run("--helpshort").stdout
+    flags = "experiment list workdir set dry_run task recipe steps seeds recipes old_logps parallel budget_seconds"
+    missing = [
+        name for name in (*flags.split(), "warm_starts", "smoke") if f"--{name}:" not in text.replace("[no]", "")
+    ]
+    assert not missing, text
+
+
+@pytest.mark.parametrize("start", [("--experiment=mixture",), ("experiments.mixture",)])
+def test_dry_run_of_a_list_prints_the_commands_of_its_points(start):
+    flags = ("--dry_run", "--workdir=list", "--warm_starts=store", "--seeds=2", "--recipes=FP8", "--old_logps=trainer")
+    process = run(*start, *flags, module=not start[0].startswith("--"))
+    commands = [shlex.split(line) for line in process.stdout.splitlines()]
+    assert [c[2] for c in commands] == ["--experiment=warm_start"] * 2 + ["--experiment=train"] * 2, process
+    assert [c[3] for c in commands[:2]] == ["--workdir=store"] * 2
+    assert commands[3][3] == "--workdir=list/points/old-trainer-FP8-seed1"
+    assert all("--task=mixture" in c for c in commands) and "--set=recipe.name=FP8" in commands[3]
+    made = json.loads(run(*commands[1][2:], "--dry_run").stdout)  # {where the warm start will lie: its config}
+    (path,) = made
+    assert f"--set=init={path}" in commands[3] and path.startswith("store/mixture-")
 
 
 def test_dry_run_prints_the_resolved_job():

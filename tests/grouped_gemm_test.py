@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_gemm import reference
+from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax import ops
 
 N, K = 24, 32
@@ -51,12 +51,12 @@ def poison(a, sizes):
     return a
 
 
-def check_contract(implementation, rows, sizes, dtype):
+def check_contract(implementation, rows, sizes, dtype, **block):
     """Raises AssertionError unless dot and outer are float32 products of each row with its own group, else zero."""
     x, w, g = operands(rows, len(sizes), dtype)
     want_y, want_dw = loop(x, w, g, sizes)
     x, g, counts = poison(x, sizes), poison(g, sizes), np.asarray(sizes, np.int32)
-    y, dw = implementation.dot(x, w, counts), implementation.outer(g, x, counts)
+    y, dw = implementation.dot(x, w, counts, **block), implementation.outer(g, x, counts, **block)
     assert y.dtype == dw.dtype == jnp.float32
     # observed: 5.4e-6 (products of 16-bit operands are exact, sums of 32 of them and of up to 95 rows are float32)
     np.testing.assert_allclose(y, want_y, rtol=0, atol=1e-5)
@@ -67,7 +67,7 @@ def check_contract(implementation, rows, sizes, dtype):
 
 @functools.cache
 def jitted(name):
-    return ops.Grouped(*map(quick_jit, ops.IMPLEMENTATIONS[name]))
+    return ops.Grouped(*(quick_jit(fn, static_argnames="block") for fn in ops.IMPLEMENTATIONS[name]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -76,6 +76,10 @@ class TestContract:
     @pytest.mark.parametrize(("rows", "sizes"), CASES)
     def test_equals_a_loop_over_rows(self, name, dtype, rows, sizes):
         check_contract(jitted(name), rows, sizes, dtype)
+
+    @pytest.mark.parametrize(("rows", "sizes"), [(32, [16, 0, 8]), (32, [0, 0, 0]), (24, [8, 8, 8]), (8, [0, 8])])
+    def test_groups_of_whole_blocks(self, name, dtype, rows, sizes):
+        check_contract(jitted(name), rows, sizes, dtype, block=8)
 
     def test_a_group_of_nan_weights_reaches_its_own_rows_only(self, name, dtype):
         x, w, _ = operands(40, 3, dtype)
@@ -109,6 +113,26 @@ def test_row_groups():
     ids, inside = reference.row_groups(jnp.array([2, 0, 1]), 5)
     np.testing.assert_array_equal(ids[:3], [0, 0, 2])
     np.testing.assert_array_equal(inside, [True, True, True, False, False])
+
+
+def test_row_groups_by_block():
+    ids, inside = reference.row_groups(jnp.array([4, 0, 2]), 10, block=2)
+    np.testing.assert_array_equal(ids[:6], [0, 0, 0, 0, 2, 2])
+    np.testing.assert_array_equal(inside, [True] * 6 + [False] * 4)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 16], [0, 21, 0], [0, 0, 0], [1, 1, 1]], ids=str)
+def test_blocks_of_hold_every_row_once_in_its_group(sizes):
+    rows, block = 21, 8
+    b = jax.tree.map(np.asarray, blocked.blocks_of(jnp.array(sizes), rows, block))
+    assert b.row.shape == b.filled.shape == (block * (3 + 3),)  # ceil(21 / 8) blocks and one more a group
+    assert (b.sizes % block == 0).all() and (b.sizes >= sizes).all() and (b.sizes < np.add(sizes, block)).all()
+    np.testing.assert_array_equal(np.sort(b.row[b.filled]), np.arange(sum(sizes)))
+    first_row = np.cumsum(sizes) - sizes
+    for group, size in enumerate(sizes):
+        held = slice(b.first[group], b.first[group] + size)
+        np.testing.assert_array_equal(b.row[held], first_row[group] + np.arange(size))
+        assert b.filled[held].all() and not b.filled[held.stop : b.first[group] + b.sizes[group]].any()
 
 
 def test_choosing_an_implementation():

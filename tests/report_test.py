@@ -96,7 +96,42 @@ def test_seeds_are_averaged_with_a_student_interval(tmp_path):
     assert row["seeds"] == [0, 1, 2] and row["value"] == pytest.approx(20)
     assert row["ci95"] == pytest.approx([20 - half, 20 + half])
     assert ("change (points)", "+20.0 ± 24.8") in table(tmp_path)["A"]
-    assert "95 % Student-t interval" in (tmp_path / "REPORT.md").read_text()
+    assert "± is half of the 95 % Student-t interval" in (tmp_path / "REPORT.md").read_text()
+
+
+def write_task_scores(workdir, label, seed, scores):
+    """A run whose evaluations under the rollout's precision have the tasks of `scores`, {task: score by evaluation}."""
+    with MetricsWriter(workdir / label / f"seed{seed}" / "metrics.jsonl") as writer:
+        for i, values in enumerate(zip(*scores.values(), strict=True)):
+            by_task = {f"pass@1/{task}": value for task, value in zip(scores, values, strict=True)}
+            row = {"kind": "eval", "step": 2 * i, "precision": "rollout", "n": 200}
+            writer.write({**row, "pass@1": float(np.mean(values)), **by_task})
+
+
+def test_evaluations_of_several_tasks_are_shown_by_task(tmp_path):
+    for seed, last in enumerate((0.2, 0.4)):
+        write_task_scores(tmp_path, "A", seed, {"sums": (0.1, 0.9, last, last, last), "words": (0.5,) * 5})
+    write_task_scores(tmp_path, "B", 0, {"sums": (0.3,), "words": (0.0,)})
+    assert table(tmp_path)["A"][5:] == [  # after the columns of all tasks together
+        ("sums: before (%)", "10.0 ± 0.0"),
+        ("after (%)", "30.0 ± 127.1"),  # t(.975, 1 degree of freedom) = 12.71 times 10, the standard error of 20 and 40
+        ("words: before (%)", "50.0 ± 0.0"),
+        ("after (%)", "50.0 ± 0.0"),
+    ]
+    assert table(tmp_path)["B"][5:] == [
+        ("sums: before (%)", "30.0"), ("after (%)", "-"), ("words: before (%)", "0.0"), ("after (%)", "-")]
+    row = summary(tmp_path)["A: pass@1 change, rollout precision, sums"]
+    assert row["value"] == pytest.approx(20) and row["unit"] == "points" and row["seeds"] == [0, 1]
+    assert "B: pass@1 after, rollout precision, sums" not in summary(tmp_path)
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "at most 3.5 points" in text and "at most 5.0 points" in text  # sqrt(.25 / 200), and of half the prompts
+    assert (tmp_path / "pass_at_1_by_task.png").read_bytes().startswith(PNG) and "](pass_at_1_by_task.png)" in text
+
+
+def test_a_single_task_has_no_section_by_task(tmp_path):
+    write_run(tmp_path, "A", 0)
+    assert "by task" not in write_report(tmp_path).read_text()
+    assert not (tmp_path / "pass_at_1_by_task.png").exists()
 
 
 def test_half_width_needs_two_seeds():

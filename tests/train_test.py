@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from quads_jax import config_tree
 from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train, from_json
@@ -35,6 +36,7 @@ def config(weights, **changes):
     base = TrainConfig(
         steps=3,
         init=weights,
+        min_start=0.0,  # random weights
         task=TASK,
         recipe=RecipeConfig(name="QUADS", refresh_every=2),
         rollout=RolloutConfig(prompts=4, group_size=4),
@@ -236,7 +238,8 @@ def test_a_run_draws_new_prompts_and_keys_and_gives_rows_their_advantage(weights
         return state.replace(step=state.step + 1), {"reward": np.mean(batch.reward)}
 
     monkeypatch.setattr(loop, "update_program", lambda *args: update)
-    loop.train(naive(weights, eval=EvalConfig(every=3, prompts=16, seed=5)), tmp_path / "run")
+    cfg = naive(weights, min_start=None, eval=EvalConfig(every=3, prompts=16, seed=5))  # .25 is enough to start from
+    loop.train(cfg, tmp_path / "run")
     training, evaluation = ([c for c in calls if (c["version"] >= 0) == wanted] for wanted in (True, False))
     assert [c["version"] for c in training] == [0, 1, 2]
     drawn = [item.prompt for item in items_of(0, "train", np.arange(48) // 4)]
@@ -271,9 +274,100 @@ def test_a_step_makes_rewarded_answers_likelier_and_others_less_likely(weights, 
     assert change[kinds == RIGHT].min() > 0 > change[kinds == WRONG].max(), change
 
 
+# The start ------------------------------------------------------------------------------------------------------------
+
+
+def described(monkeypatch, config=None, figures=None):
+    """Lets every `init` be weights with that description."""
+    meta = {key: value for key, value in (("config", config), ("figures", figures)) if value is not None}
+    monkeypatch.setattr(loop, "load_weights", lambda init: ("params", MODEL, meta))
+
+
+def of_task(task):
+    return {"task": config_tree.to_json(TrainConfig(task=task))["task"]}
+
+
+def reached(target=0.5, **tasks):
+    return {
+        "target": target,
+        "tasks": {label: {"pass@1": value, "pass@1_stderr": 0.01} for label, value in tasks.items()},
+    }
+
+
+def test_a_warm_start_below_its_target_is_refused(monkeypatch):
+    described(monkeypatch, of_task(TASK), reached(easy=0.5, hard=0.499, harder=0.259))
+    cfg = TrainConfig(init="weak.msgpack", task=TASK)
+    with pytest.raises(ValueError) as error:
+        loop.load_start(cfg)
+    low = "hard has pass@1 0.499, harder has pass@1 0.259, below 0.5"
+    for part in ("'weak.msgpack'", low, "more steps", "learning_rate", "a lower target", "--set=min_start=0.25"):
+        assert part in str(error.value)
+    assert "easy" not in str(error.value)
+    accepted = dataclasses.replace(cfg, min_start=0.25)  # what the message offers
+    assert loop.load_start(accepted) == ("params", MODEL, 0.0)
+    with pytest.raises(ValueError, match="harder has pass@1 0.259, below 0.3"):
+        loop.load_start(dataclasses.replace(cfg, min_start=0.3))
+
+
+def test_min_start_may_ask_for_more_than_the_target(monkeypatch):
+    described(monkeypatch, of_task(TASK), reached(chain_sum=0.6))
+    assert loop.load_start(TrainConfig(task=TASK)) == ("params", MODEL, 0.0)
+    with pytest.raises(ValueError, match="chain_sum has pass@1 0.600, below 0.7"):
+        loop.load_start(TrainConfig(task=TASK, min_start=0.7))
+
+
+@pytest.mark.parametrize(
+    "config, figures",
+    [
+        (of_task(dataclasses.replace(TASK, operands=4)), reached(chain_sum=0.9)),  # another task
+        (of_task(TASK), None),  # an RL run of this task
+        (of_task(TASK), {"pass@1": 0.9}),  # figures that are of no task
+        (None, reached(chain_sum=0.9)),
+        (None, None),
+    ],
+)
+def test_weights_that_state_nothing_about_the_task_are_measured(config, figures, monkeypatch):
+    described(monkeypatch, config, figures)
+    assert loop.load_start(TrainConfig(task=TASK)) == ("params", MODEL, loop.START_FLOOR)
+    assert loop.load_start(TrainConfig(task=TASK, min_start=0.3)) == ("params", MODEL, 0.3)
+
+
+def test_the_shipped_checkpoint_is_good_enough_for_its_own_task():
+    assert loop.load_start(TrainConfig())[2] == 0.0
+
+
+def test_a_start_without_right_answers_fails_before_the_first_update(weights, scripted, monkeypatch, tmp_path):
+    def update(*arguments):
+        raise AssertionError("updated")
+
+    monkeypatch.setattr(loop, "update_program", update)
+    # the rollout's precision sees right answers, but it is the trainer's that counts
+    scripted(np.full(16, RIGHT), np.full(16, WRONG))
+    cfg = naive(weights, min_start=None, eval=EvalConfig(prompts=16, seed=5))
+    with pytest.raises(
+        RuntimeError, match="on 16 held-out prompts: chain_sum has pass@1 0.000, below 0.02.*min_start=0"
+    ):
+        loop.train(cfg, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [(r["kind"], r["step"], r["pass@1"]) for r in rows] == [("eval", 0, 1.0), ("eval", 0, 0.0)]
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"].startswith("failed: WeakStart init=")
+    assert not (tmp_path / "run/weights.msgpack").exists()
+
+
+def test_every_task_of_a_mixture_must_be_at_the_floor(weights):
+    s = loop.setup(config(weights), MODEL)
+    row = {"pass@1": 0.5, "n": 32, "pass@1/one": 0.99, "pass@1/two": 0.01}
+    loop.check_start(s, row, 0.01)
+    with pytest.raises(RuntimeError, match="two has pass@1 0.010, below 0.02") as error:
+        loop.check_start(s, row, 0.02)
+    assert "one has" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
+        (dict(min_start=1.5), "min_start=1.5 is a share of right answers"),
+        (dict(min_start=-0.1), "min_start=-0.1 is a share"),
         (dict(recipe=RecipeConfig(name="NAIVE", ratio=0.5)), "no effect on recipe NAIVE"),
         (dict(recipe=RecipeConfig(name="QUADZ")), "unknown recipe 'QUADZ'; recipes are BF16"),
         (dict(recipe=RecipeConfig(ratio=1.5)), "1.5"),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from quads_jax.models.config import ModelConfig, check_model
-from quads_jax.models.layers import MLP, Attention, RMSNorm, fan_in_init, linear, weight
+from quads_jax.models.layers import MLP, Attention, RMSNorm, embed, fan_in_init, linear, weight
 from quads_jax.models.moe import MoE
 from quads_jax.precision import Precision
 
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         """
         c = self.cfg
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
-        x = embedding.astype(self.precision.dtype)[tokens]
+        x = embed(embedding, tokens, self.precision.dtype)
         io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
         loads, carry = [], (x, cache, jnp.int32(0))
         for i, (kind, length) in enumerate(c.runs()):

@@ -1,11 +1,12 @@
 """Layers of the decoder. GEMM weights are [N, K] (out, in), read by `weight` and multiplied by `linear`, which alone
-call `ops`.
+calls the products of `ops`.
 
 Glossary: B sequences, T time, D model width, F expert width, E experts, K contraction, N output, H heads, d head size.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision
 
 Array = jax.Array
+ONE_HOT_VOCAB = 1024  # the largest vocabulary whose embedding gradient is a matrix product
 
 # (module, leaf) -> layer role: every GEMM weight that a `Precision` can quantize.
 GEMM_ROLES: dict[tuple[str, str], str] = {
@@ -54,6 +56,35 @@ def weight(
     return nn.unbox(module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape)))
 
 
+def take_last(x: Array, ids: Array) -> Array:
+    """x[..., ids] along the last axis: x f[..., V], ids i32[...] -> f[...]. Its gradient needs no scatter."""
+    return jnp.sum(jnp.where(ids[..., None] == jnp.arange(x.shape[-1]), x, 0), axis=-1)
+
+
+def embed(table: Array, tokens: Array, dtype: str) -> Array:
+    """Rows of f32[V,D] at tokens i32[...], in the compute dtype. The gradient is summed in float32, over a small
+    vocabulary by a matrix product: additions by a scatter would follow no fixed order on a GPU.
+    """
+    if table.shape[0] > ONE_HOT_VOCAB:
+        return table[tokens].astype(dtype)
+    return _embed_small(table, tokens, dtype, table.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _embed_small(table, tokens, dtype, vocab):
+    return table[tokens].astype(dtype)
+
+
+def _embed_small_bwd(dtype, vocab, tokens, g):
+    onehot = jax.nn.one_hot(tokens.reshape(-1), vocab, dtype=dtype)
+    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
+    g = g.reshape(-1, g.shape[-1])
+    return jnp.einsum("tv,td->vd", onehot, g, preferred_element_type=jnp.float32, precision=precision), None
+
+
+_embed_small.defvjp(lambda table, tokens, *static: (_embed_small(table, tokens, *static), tokens), _embed_small_bwd)
+
+
 def linear(
     module: nn.Module,
     name: str,
@@ -64,12 +95,14 @@ def linear(
     *,
     active: Array | None = None,
     sizes: Array | None = None,
+    block: int | None = None,
 ) -> Array:
     """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
 
-    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]. active bool[...]: rows that count in channel
-    statistics. Reads the channel order `quant/<path>/<name>`; while the collection `stats` is mutable, writes the mean
-    residual a channel there.
+    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block: divides every size. active bool[...]:
+    rows that count in channel statistics. Reads the channel order `quant/<path>/<name>`; while the collection `stats`
+    is mutable, writes the mean residual a channel there; while `inputs` is, (x [M, K] with zeros in rows that do
+    not count, sizes).
     """
     w = weight(module, name, shape, axes)
     layer = precision.role(GEMM_ROLES[module.name, name])
@@ -79,10 +112,21 @@ def linear(
         flat = None if active is None else active.reshape(-1)
         stats = ops.residual_statistics(x.reshape(-1, x.shape[-1]), layer, precision.dtype, flat, groups)
         module.put_variable("stats", name, stats)
+    if module.is_mutable_collection("inputs"):
+        counted = x if active is None else jnp.where(active[..., None], x, 0)
+        module.put_variable("inputs", name, (counted.reshape(-1, x.shape[-1]), sizes))
     if sizes is None:
         return ops.project(x, w, layer, dtype=precision.dtype, order=order, active=active)
     return ops.grouped_project(
-        x, w, sizes, layer, dtype=precision.dtype, order=order, active=active, implementation=precision.implementation
+        x,
+        w,
+        sizes,
+        layer,
+        dtype=precision.dtype,
+        order=order,
+        active=active,
+        implementation=precision.implementation,
+        block=block,
     )
 
 

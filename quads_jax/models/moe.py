@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from quads_jax import ops
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.layers import MLP, fan_in_init, linear, swiglu, weight
+from quads_jax.models.layers import MLP, fan_in_init, linear, swiglu, take_last, weight
 from quads_jax.precision import Precision
 
 Array = jax.Array
@@ -19,41 +22,92 @@ def route(x: Array, w: Array, top_k: int, renormalize: bool) -> tuple[Array, Arr
     """
     logits = jnp.einsum("md,ed->me", x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
     probs = jax.nn.softmax(logits, axis=-1)
-    chosen, ids = jax.lax.top_k(probs, top_k)
+    _, ids = jax.lax.top_k(jax.lax.stop_gradient(probs), top_k)
+    chosen = take_last(probs[:, None], ids)
     if renormalize:
         chosen = chosen / chosen.sum(-1, keepdims=True)
     return probs, chosen, ids
 
 
+class Dispatch(NamedTuple):
+    """Rows in expert order, padded to whole blocks an expert. C = M k (token, choice) pairs, P padded rows.
+
+    slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; sizes i32[E], multiples of
+    block.
+    """
+
+    slot: Array
+    pair: Array
+    filled: Array
+    sizes: Array
+    block: int
+
+
+def dispatch_of(ids: Array, experts: int) -> Dispatch:
+    """Expert ids i32[M,k] -> where every pair goes. Within an expert, rows keep the order of the tokens."""
+    flat = ids.reshape(-1)
+    counts = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    by_expert = jnp.argsort(flat, stable=True)
+    rank = jnp.zeros_like(flat).at[by_expert].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
+    layout, block = ops.padded_groups(counts, flat.size)
+    slot = layout.first[flat] + rank - (jnp.cumsum(counts) - counts)[flat]
+    return Dispatch(slot, by_expert[layout.row], layout.filled, layout.sizes, block)
+
+
+# Both directions of both moves are gathers: the scatter-adds that differentiation would make of them are slow on a GPU,
+# round in bf16, and add in an order that is not fixed.
+
+
+@jax.custom_vjp
+def to_experts(tokens: Array, slot: Array, pair: Array, filled: Array) -> Array:
+    """tokens [M,D] -> rows [P,D] as `Dispatch` says, zero where not filled."""
+    top_k = slot.size // tokens.shape[0]
+    return jnp.where(filled[:, None], tokens[pair // top_k], 0)
+
+
+def _to_experts_bwd(saved, g):
+    slot, tokens = saved
+    total = g[slot].reshape(*tokens.shape[:1], -1, g.shape[-1]).astype(jnp.float32).sum(1)
+    return total.astype(g.dtype), None, None, None
+
+
+to_experts.defvjp(lambda tokens, slot, *rest: (to_experts(tokens, slot, *rest), (slot, tokens)), _to_experts_bwd)
+
+
+@jax.custom_vjp
+def to_tokens(rows: Array, gates: Array, slot: Array, pair: Array, filled: Array) -> Array:
+    """rows f32[P,D], gates f32[M,k] -> f32[M,D], each token's gated sum over its choices."""
+    return (rows[slot].reshape(*gates.shape, -1) * gates[..., None]).sum(1)
+
+
+def _to_tokens_fwd(rows, gates, slot, pair, filled):
+    return to_tokens(rows, gates, slot, pair, filled), (rows, gates, slot, pair, filled)
+
+
+def _to_tokens_bwd(saved, g):
+    rows, gates, slot, pair, filled = saved
+    d_rows = jnp.where(filled[:, None], gates.reshape(-1)[pair][:, None] * g[pair // gates.shape[1]], 0)
+    d_gates = (rows[slot].reshape(*gates.shape, -1) * g[:, None]).sum(-1)
+    return d_rows, d_gates, None, None, None
+
+
+to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
+
+
 class Experts(nn.Module):
-    """E SwiGLU experts over rows sorted by expert: x [M,D], sizes i32[E] -> f32[M,D]."""
+    """E SwiGLU experts over rows in expert order: x [P,D] laid out by `d` -> f32[P,D]."""
 
     cfg: ModelConfig
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: Array, sizes: Array, active: Array | None) -> Array:
+    def __call__(self, x: Array, d: Dispatch, active: Array) -> Array:
         c, p = self.cfg, self.precision
-        up = linear(
-            self,
-            "gate_up",
-            x,
-            (c.experts, 2 * c.d_expert, c.d_model),
-            ("experts", "mlp", "embed"),
-            p,
-            active=active,
-            sizes=sizes,
-        )
-        return linear(
-            self,
-            "down",
-            swiglu(up, p.dtype),
-            (c.experts, c.d_model, c.d_expert),
-            ("experts", "embed", "mlp"),
-            p,
-            active=active,
-            sizes=sizes,
-        )
+        groups = {"active": active, "sizes": d.sizes, "block": d.block}
+        shape = (c.experts, 2 * c.d_expert, c.d_model)
+        up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, **groups)
+        shape = (c.experts, c.d_model, c.d_expert)
+        return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
 
 
 class MoE(nn.Module):
@@ -72,14 +126,11 @@ class MoE(nn.Module):
         router = weight(self, "router", (c.experts, c.d_model), ("experts", "embed"), fan_in_init)
         probs, gates, ids = route(tokens, router, c.top_k, c.renormalize)
 
-        flat = ids.reshape(-1)
-        by_expert = jnp.argsort(flat, stable=True)
-        token_of_row = by_expert // c.top_k
-        sizes = jnp.bincount(flat, length=c.experts)
-        rows_active = None if active is None else active.reshape(-1)[token_of_row]
-        rows = Experts(c, self.precision, name="experts")(tokens[token_of_row], sizes, rows_active)
-        back = jnp.argsort(by_expert)  # row of each (token, choice)
-        y = (rows[back].reshape(-1, c.top_k, c.d_model) * gates[..., None]).sum(1)
+        d = dispatch_of(ids, c.experts)
+        moves = d.slot, d.pair, d.filled
+        rows_active = d.filled if active is None else d.filled & active.reshape(-1)[d.pair // c.top_k]
+        rows = Experts(c, self.precision, name="experts")(to_experts(tokens, *moves), d, rows_active)
+        y = to_tokens(rows, gates, *moves)
 
         if c.d_shared:
             shared = MLP(c.d_shared, self.precision, name="shared")(
@@ -90,12 +141,12 @@ class MoE(nn.Module):
                 logit = jnp.matmul(tokens.astype(jnp.float32), gate.T, precision=jax.lax.Precision.HIGHEST)
                 shared = shared * jax.nn.sigmoid(logit)
             y = y + shared
-        return y.reshape(x.shape), _load(probs, flat, valid, c)
+        return y.reshape(x.shape), _load(probs, ids, valid, c)
 
 
-def _load(probs: Array, flat_ids: Array, valid: Array, c: ModelConfig) -> dict[str, Array]:
+def _load(probs: Array, ids: Array, valid: Array, c: ModelConfig) -> dict[str, Array]:
     """Switch-style load statistics over valid tokens; `decoder.balance_loss` combines them."""
     keep = valid.reshape(-1).astype(jnp.float32)
     total = jnp.maximum(keep.sum(), 1.0)
-    counts = jax.ops.segment_sum(jnp.repeat(keep, c.top_k), flat_ids, num_segments=c.experts)
+    counts = jnp.sum((ids[..., None] == jnp.arange(c.experts)) * keep[:, None, None], axis=(0, 1))
     return {"share": counts / (total * c.top_k), "probability": (probs * keep[:, None]).sum(0) / total}

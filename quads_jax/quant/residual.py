@@ -5,7 +5,8 @@ Rq share one global scale per unit, so a GEMM runs over both operands and applie
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,7 +14,7 @@ from jax import Array, lax
 from quads_jax.quant.formats import BlockFormat
 from quads_jax.quant.tensor import BlockTensor, encode, quantize, quantize_values, to_block_tensor
 
-POLICIES = ("online", "static", "block", "token")
+POLICIES = ("online", "static", "block", "token", "adaptive")
 _BLOCK = 16  # channels of a block: S is a multiple of it
 
 
@@ -23,6 +24,7 @@ class ResidualSpec:
 
     online: largest mean |R| over this call's active rows. static: the first S of a measured order, by which K is
     permuted. block: whole 16-channel blocks by a measured order, K in natural order. token: each row's largest |R|.
+    adaptive: whole blocks, the same total over all sites as block, spent where they remove most error.
     """
 
     ratio: float
@@ -54,6 +56,42 @@ def residual_scores(residual: Array, active: Array | None = None) -> Array:
     return total / jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1.0)
 
 
+class ChannelStatistics(NamedTuple):
+    """Means over the rows of a GEMM input X with residual R = X - Q(X), a channel: |R|, R^2 and X^2, f32[..., K]."""
+
+    residual: Array
+    residual_sq: Array
+    input_sq: Array
+
+
+def error_shares(stats: ChannelStatistics, weight_sq: Array) -> Array:
+    """Each channel's part of the relative squared error of y = X w^T from quantizing X: f32[..., K], 0 without rows.
+
+    weight_sq f32[..., K]: sum of w[n, k]^2 over n. Channels count as uncorrelated: E|dy|^2 = sum_k E[R_k^2] weight_sq_k
+    and E|y|^2 = sum_k E[X_k^2] weight_sq_k.
+    """
+    total = jnp.sum(stats.input_sq * weight_sq, axis=-1, keepdims=True)
+    return jnp.where(total > 0, stats.residual_sq * weight_sq / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def adaptive_masks(shares: Sequence[Array], ratio: float) -> list[Array]:
+    """Which channels of which site are compensated: bool[L, ..., K] a site, from `error_shares` f32[L, ..., K].
+
+    Whole 16-channel blocks of all sites and layers compete by the error that they remove. The total is that of policy
+    block, num_channels(ratio, K) a site and layer; axes between L and K are experts with an input of their own, of
+    which a row passes one, so a block of one costs its part. A block that does not fit ends the choice.
+    """
+    blocks = [jnp.sum(s.reshape(*s.shape[:-1], -1, _BLOCK), axis=-1) for s in shares]
+    experts = [b[0, ..., 0].size for b in blocks]
+    cost = jnp.concatenate([jnp.full(b.size, 1.0 / e) for b, e in zip(blocks, experts, strict=True)])
+    budget = sum(s.shape[0] * num_channels(ratio, s.shape[-1]) // _BLOCK for s in shares)
+    order = jnp.argsort(-jnp.concatenate([b.reshape(-1) for b in blocks]), stable=True)
+    chosen = jnp.zeros(order.shape, bool).at[order].set(jnp.cumsum(cost[order]) <= budget * (1 + 1e-5))  # float32 sums
+    ends = [sum(b.size for b in blocks[: i + 1]) for i in range(len(blocks))]
+    parts = jnp.split(chosen, ends[:-1])
+    return [jnp.repeat(part.reshape(b.shape), _BLOCK, axis=-1) for part, b in zip(parts, blocks, strict=True)]
+
+
 def channel_order(scores: Array, policy: str) -> Array:
     """f32[..., K] -> i32[..., K], a permutation of the channels whose first S are compensated; ties by index.
 
@@ -74,7 +112,7 @@ def channel_order(scores: Array, policy: str) -> Array:
 
 def order_mask(order: Array, num: int) -> Array:
     """i32[..., K] permutation -> bool[..., K]: which channels are among its first `num`."""
-    return jnp.argsort(order, axis=-1) < num
+    return jnp.put_along_axis(jnp.zeros(order.shape, bool), order[..., :num], True, axis=-1, inplace=False)
 
 
 def token_mask(residual: Array, num: int) -> Array:
@@ -143,6 +181,8 @@ def quantize_residual(
     without channels, another number of channels.
     """
     check_spec(spec)
+    if spec.policy == "adaptive":
+        raise ValueError("policy 'adaptive' has another number of channels at every site: use compensate")
     if spec.policy not in ("static", "block"):
         raise ValueError(f"policy {spec.policy!r} may choose parts of blocks, which cannot be packed: use compensate")
     width = x.shape[-1]

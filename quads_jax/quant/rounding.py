@@ -41,13 +41,17 @@ def div_rn(a: Array | float, b: Array | float) -> Array:
     """f32 a / b, broadcast, correctly rounded (IEEE 754, ties to even) on every backend.
 
     Domain: operands and quotient normal, zero or non-finite. Subnormal operands count as zero, subnormal quotients are
-    zero; x/0, 0/0 and non-finite operands follow IEEE. On CPUs the division is IEEE already once the barrier keeps XLA
-    from turning it into a multiplication by a reciprocal; elsewhere the quotient is corrected.
+    zero; x/0, 0/0 and non-finite operands follow IEEE. On CPUs the division is IEEE already once a barrier keeps XLA
+    from turning it into a multiplication by a reciprocal; elsewhere the quotient is corrected, whatever XLA made of it,
+    and stays open to fusion.
     """
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    return lax.platform_dependent(a, b, cpu=_divide_behind_barrier, default=divide_corrected)
+
+
+def _divide_behind_barrier(a: Array, b: Array) -> Array:
     b = jnp.where(a == a, b, b)  # under vmap over a alone, else the barrier would not cover b's broadcast
-    a, b = lax.optimization_barrier((a, b))
-    return lax.platform_dependent(a, b, cpu=jnp.divide, default=divide_corrected)
+    return jnp.divide(*lax.optimization_barrier((a, b)))
 
 
 def divide_corrected(a: Array, b: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Channel orders for residual compensation: measured once before the first step, and again at a refresh."""
+"""Channel orders and masks for residual compensation: measured once before the first step, and again at a refresh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import jax.numpy as jnp
 
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
+from quads_jax.pack import leaf_name, lookup
 from quads_jax.precision import ROLES, LayerPrecision, Precision
-from quads_jax.quant.residual import channel_order, num_channels, order_mask
+from quads_jax.quant.residual import (
+    ChannelStatistics,
+    ResidualSpec,
+    adaptive_masks,
+    channel_order,
+    error_shares,
+    num_channels,
+    order_mask,
+)
 
 
 def _plain(layer: LayerPrecision) -> LayerPrecision:
@@ -21,31 +30,46 @@ def _plain(layer: LayerPrecision) -> LayerPrecision:
 def channel_statistics(
     params: Any, tokens: jax.Array, valid: jax.Array, *, model: ModelConfig, precision: Precision
 ) -> Any:
-    """Mean |X - Q(X)| a channel at every GEMM input whose role quantizes activations, over the valid tokens of
-    i32[B,T].
+    """`ChannelStatistics` of every GEMM input whose role quantizes activations, over the valid tokens of i32[B,T].
 
     Measured under `precision` without compensation or permutation, in the natural channel order. Returns the tree of
-    those GEMM leaves: f32[L,K], or f32[L,E,K] for an expert's own input (`down`).
+    those GEMM leaves, of f32[L,K] each, or f32[L,E,K] for an expert's own input (`down`).
     """
     plain = dataclasses.replace(precision, **{r: _plain(precision.role(r)) for r in ROLES})
     _, collected = Decoder(model, plain).apply({"params": params}, tokens, valid, active=valid, mutable=["stats"])
     return collected["stats"]
 
 
-def channel_orders(statistics: Any, precision: Precision) -> Any:
-    """Statistics -> the `quant` collection: i32 channel orders of the same tree, by the precision's policy."""
-    policies = {spec.policy for r in ROLES if (spec := precision.role(r).residual) is not None}
-    if len(policies) > 1:
-        raise ValueError(f"one policy a precision: this one mixes {', '.join(sorted(policies))}")
-    policy = policies.pop() if policies else "static"
-    return jax.tree.map(lambda s: channel_order(s, policy), statistics)
+def channel_orders(statistics: Any, params: Any, precision: Precision) -> Any:
+    """Statistics, and the masters they belong to -> the `quant` collection, the same tree by the precision's policy:
+    i32 channel orders, or bool masks under policy adaptive. Raises ValueError on a precision that mixes specs.
+    """
+    specs = {spec for r in ROLES if (spec := precision.role(r).residual) is not None}
+    if len(specs) > 1:
+        policies = sorted(f"{s.policy} {s.ratio:g}" for s in specs)
+        raise ValueError(f"one policy and ratio a precision: this one mixes {', '.join(policies)}")
+    spec = specs.pop() if specs else ResidualSpec(0.0, "static")
+    is_site = lambda node: isinstance(node, ChannelStatistics)  # noqa: E731
+    if spec.policy != "adaptive":
+        return jax.tree.map(lambda s: channel_order(s.residual, spec.policy), statistics, is_leaf=is_site)
+    sites, tree = jax.tree_util.tree_flatten_with_path(statistics, is_leaf=is_site)
+    shares = [error_shares(s, _weight_sq(lookup(params, leaf_name(path)), s)) for path, s in sites]
+    return jax.tree.unflatten(tree, adaptive_masks(shares, spec.ratio))
+
+
+def _weight_sq(w: jax.Array, stats: ChannelStatistics) -> jax.Array:
+    """Sum of squares over N of w f32[L,N,K] or [L,E,N,K] -> f32 of the statistics' shape: a mean over experts that
+    share their input.
+    """
+    squares = jnp.sum(w * w, axis=-2)
+    return squares.mean(1) if squares.ndim > stats.residual.ndim else squares
 
 
 def changed_channels(old: Any, new: Any, ratio: float) -> jax.Array:
-    """Share f32[] of the compensated channels (`ratio` of each order) that a refresh replaced."""
-    moved, total = jnp.float32(0), 0
+    """Share f32[] of the compensated channels (`ratio` of each order, or those of masks) that a refresh replaced."""
+    moved, total = jnp.float32(0), jnp.float32(0)
     for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        count = num_channels(ratio, a.shape[-1])
-        moved += jnp.sum(order_mask(a, count) & ~order_mask(b, count))
-        total += a.size // a.shape[-1] * count
-    return moved / max(total, 1)
+        if a.dtype != bool:
+            a, b = (order_mask(x, num_channels(ratio, x.shape[-1])) for x in (a, b))
+        moved, total = moved + jnp.sum(a & ~b), total + jnp.sum(a)
+    return moved / jnp.maximum(total, 1)

@@ -11,6 +11,7 @@ from jax import lax
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, init_cache
+from quads_jax.models.layers import take_last
 from quads_jax.precision import Precision
 from quads_jax.rl.sampling import SamplingConfig, processed_logprobs, sample
 from quads_jax.rl.types import RolloutBatch
@@ -134,7 +135,7 @@ def score(
         {"params": params, "quant": quant}, tokens[:, :-1], valid[:, :-1], active=valid[:, :-1], first=prompt_len - 1
     )
     logprobs = processed_logprobs(logits, sampling)
-    logp = jnp.take_along_axis(logprobs, tokens[:, prompt_len:, None], axis=-1)[..., 0]
+    logp = take_last(logprobs, tokens[:, prompt_len:])
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     pad = ((0, 0), (prompt_len, 0))
     return jnp.pad(logp, pad), jnp.pad(entropy, pad)

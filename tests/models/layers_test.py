@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quads_jax.models.layers import MLP, RMSNorm, rotary
+from quads_jax.models import layers
+from quads_jax.models.layers import MLP, RMSNorm, embed, rotary, take_last
 from quads_jax.precision import Precision
 
 
@@ -23,6 +24,27 @@ def test_rms_norm():
     unit = (expected / scale).astype(np.float32).astype(ml_dtypes.bfloat16)  # cast, then scaled in bfloat16
     rounded = unit * scale.astype(np.float32).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.asarray(half), rounded)
+
+
+@pytest.mark.parametrize("limit", [layers.ONE_HOT_VOCAB, 1])
+def test_embedding_gradient_is_summed_in_float32(limit, monkeypatch):
+    monkeypatch.setattr(layers, "ONE_HOT_VOCAB", limit)  # both ways of summing
+    table = jnp.float32(np.random.default_rng(0).normal(size=(5, 8)))
+    tokens = jnp.zeros((600, 10), jnp.int32).at[0, 0].set(3)
+    out, back = jax.vjp(lambda t: embed(t, tokens, "bfloat16"), table)
+    np.testing.assert_array_equal(out, table.astype(jnp.bfloat16)[tokens])
+    gradient = back(jnp.ones_like(out))[0]
+    assert gradient.dtype == jnp.float32
+    # sums in bfloat16 stop at 256
+    np.testing.assert_array_equal(gradient, np.outer([5999, 0, 0, 1, 0], np.ones(8)))
+
+
+def test_take_last_is_indexing():
+    x = jnp.float32([[1.0, -jnp.inf, 3.0], [4.0, 5.0, 6.0]])
+    ids = jnp.int32([2, 0])
+    np.testing.assert_array_equal(take_last(x, ids), [3.0, 4.0])
+    np.testing.assert_array_equal(take_last(x, jnp.int32([1, 1])), [-jnp.inf, 5.0])
+    np.testing.assert_array_equal(jax.grad(lambda x: take_last(x, ids).sum())(x), [[0, 0, 1], [1, 0, 0]])
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6])

@@ -43,7 +43,7 @@ def run(precision=FLOAT32, cfg=None, prompts=PROMPTS, valid=VALID, quant=None, s
 
 def orders(precision):
     program = jax.jit(functools.partial(channel_statistics, model=MODEL, precision=precision))
-    return channel_orders(program(PARAMS, PROMPTS, VALID), precision)
+    return channel_orders(program(PARAMS, PROMPTS, VALID), PARAMS, precision)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
