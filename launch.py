@@ -14,6 +14,8 @@ EXPERIMENTS = {
     "train": "experiments.train",
     "warm_start": "experiments.warm_start",
     "evaluate": "experiments.evaluate",
+    "inspect": "experiments.inspect_model",
+    "quantizer_speed": "experiments.quantizer_speed",
     "batch_shape": "experiments.batch_shape",
     "gpu_list": "experiments.gpu_list",
     "prototype": "experiments.prototype",

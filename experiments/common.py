@@ -7,11 +7,13 @@ import dataclasses
 import json
 import logging
 import operator
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,26 @@ import jax
 from absl import app, flags
 
 from quads_jax import config_tree
-from quads_jax.config import TrainConfig, check_train
+from quads_jax.checkpoints import LOCK, RunFolderError, locked, read_json, write_json
+from quads_jax.config import TrainConfig, changed_fields, check_train
 from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.tasks import TASKS
-from quads_jax.train import WeakStart, load_start, setup, train
+from quads_jax.train import Stopped, WeakStart, load_start, setup, train
 
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports every backend that is not installed
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent.parent
+# Exit code of a job that SIGTERM or SIGINT stopped after a whole step: the same command with --resume continues it. A
+# second signal ends the process at once, by that signal; --resume then continues from the last checkpoint.
+EXIT_STOPPED = os.EX_TEMPFAIL  # 75
 
 flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-TIME.")
 flags.DEFINE_multi_string(
     "set", [], "Override of one config value, path=value, e.g. --set=optim.learning_rate=3e-4; repeatable."
 )
+flags.DEFINE_bool("resume", False, "main, train: continue the job in --workdir, or start it if there is none yet.")
 flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a list's commands, and stop.")
 flags.DEFINE_string(
     "task",
@@ -175,6 +182,8 @@ def command(experiment: str) -> str:
     for argument in given:
         if argument in ("--experiment", "-experiment"):
             next(given, None)
+        elif argument in ("--resume", "-resume"):  # it needs the folder of an earlier try
+            continue
         elif not argument.startswith(("--experiment=", "-experiment=")):
             arguments.append(argument)
     return shlex.join(
@@ -187,9 +196,32 @@ def device() -> str:
     return f"{jax.devices()[0].device_kind} x {jax.device_count()}, jax {jax.__version__}"
 
 
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether SIGTERM or SIGINT has come, which do nothing else here; a second one ends the
+    process at once.
+    """
+    received = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; a second signal stops at once\n")  # print is not safe here
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     """Trains every config into its own folder <label>/seed<k> of the run folder and writes the report, also after a
-    failure.
+    failure. With --resume it continues the job of --workdir.
     """
     with usage_errors():
         labels = [check_train(c).label for c in configs]
@@ -203,32 +235,77 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
         "recipes": list(dict.fromkeys(labels)),
         "runs": [{"label": label, **config_tree.to_json(c)} for label, c in zip(labels, configs, strict=True)],
     }
+    if FLAGS.resume and FLAGS.workdir is None:
+        raise app.UsageError("--resume needs --workdir=FOLDER: which job to continue")
     if FLAGS.dry_run:
         print(json.dumps(job, indent=1))
         return
-    with usage_errors():
-        workdir = new_folder(experiment)
-    (workdir / "config.json").write_text(json.dumps(job, indent=1) + "\n")
-    describe(labels, configs, workdir)
+    with contextlib.ExitStack() as stack:
+        with usage_errors():
+            workdir = Path(FLAGS.workdir) if FLAGS.resume else new_folder(experiment)
+            stack.enter_context(locked(workdir))
+            if FLAGS.resume:
+                job = continued(job, workdir)
+            write_json(workdir / "config.json", job)
+        stop = stack.enter_context(stop_requests())
+        describe(labels, configs, workdir)
+        _train_all(labels, configs, workdir, stop)
+
+
+def continued(job: dict[str, Any], workdir: Path) -> dict[str, Any]:
+    """`job` as the continuation of the one in `workdir`: with the commits and devices of both. Raises ValueError when
+    that is another job.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        if any(file.name != LOCK for file in workdir.iterdir()):
+            raise ValueError(f"--workdir={workdir} holds no job to continue; choose its folder, or an empty one")
+        return job
+    before = read_json(path)
+    runs = [(f"{run['label']}/seed{run['seed']}", run) for run in before.get("runs", ())]
+    if [name for name, _ in runs] != (names := [f"{run['label']}/seed{run['seed']}" for run in job["runs"]]):
+        raise ValueError(
+            f"--workdir={workdir} holds the runs {', '.join(name for name, _ in runs) or 'of no job'}, not "
+            f"{', '.join(names)}: give the same recipes and seeds, or another --workdir"
+        )
+    for (name, old), new in zip(runs, job["runs"], strict=True):
+        if changed := changed_fields(old, new):
+            raise ValueError(
+                f"{workdir / name} has another config ({'; '.join(changed)}): give the same, or another --workdir"
+            )
+    both = {key: ", ".join(dict.fromkeys((*before[key].split(", "), job[key]))) for key in ("commit", "device")}
+    return job | both
+
+
+def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: Path, stop: Callable[[], bool]) -> None:
+    """The runs of a job, one after the other, and its report."""
     progress = Progress(sum(c.steps for c in configs), "", sys.stdout)
     done, started = 0, time.perf_counter()
     try:
         for i, (label, config) in enumerate(zip(labels, configs, strict=True)):
+            if stop():
+                raise Stopped(f"stopped before {label} seed {config.seed}: continue with --resume")
             progress.label = f"[{i + 1}/{len(configs)}] {label} seed {config.seed}"
 
             def on_step(row: dict[str, Any], before: int = done) -> None:
                 progress.update(before + row["step"], reward=row["reward"], gap=row["gap/mean"], entropy=row["entropy"])
 
-            train(config, workdir / label / f"seed{config.seed}", on_step)
+            folder = workdir / label / f"seed{config.seed}"
+            if train(config, folder, on_step, resume=FLAGS.resume, stop=stop) is None:
+                print(f"{folder} is finished: left alone", flush=True)
             done += config.steps
-    except KeyboardInterrupt:
-        print("\nstopped by the user", flush=True)
-        sys.exit(130)
-    except WeakStart as error:
+    except Stopped as reason:
+        print(f"\n{reason}", flush=True)
+        sys.exit(EXIT_STOPPED)
+    except (WeakStart, RunFolderError) as error:
         sys.exit(f"\n{error}")
     finally:
         progress.finish()
-        print(f"{duration(time.perf_counter() - started)} in all; report: {write_report(workdir)}", flush=True)
+        took = duration(time.perf_counter() - started)
+        try:
+            print(f"{took} in all; report: {write_report(workdir)}", flush=True)
+        except OSError as error:  # a full disk, which the error that is under way names too
+            print(f"{took} in all; no report: {error}", flush=True)
     print((workdir / "REPORT.md").read_text())
 
 

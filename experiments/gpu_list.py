@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,10 +216,47 @@ def merge(points: Sequence[Point], workdir: Path, command: str) -> list[Path]:
     return reports
 
 
+@contextlib.contextmanager
+def claimed(workdir: Path, study: Study) -> Iterator[None]:
+    """Holds the folder for this list alone; a SIGTERM meanwhile ends it as Ctrl-C does, its points with it.
+
+    Raises ValueError when the folder cannot be used, another list runs in it, or it holds a list with other settings:
+    recipes, old log-probs and seeds may be added, since one report shows them all.
+    """
+    settings = json.dumps(
+        {
+            "train": common.flags_for(study.train, TrainConfig()),
+            "warm_start": study.warm_start and common.flags_for(study.warm_start, WarmStartConfig()),
+        },
+        indent=1,
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            record = stack.enter_context((workdir / "list.json").open("a+"))
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--workdir={workdir} is in use by another list: choose another, or wait") from error
+        except OSError as error:
+            raise ValueError(f"--workdir={workdir} cannot be used: {error.strerror}; choose another folder") from error
+        record.seek(0)
+        before = record.read()
+        if not before:
+            record.write(settings)
+            record.flush()
+        elif before != settings:
+            raise ValueError(f"--workdir={workdir} holds a list with other settings (list.json): choose another folder")
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGTERM, previous)
+        yield
+
+
 def execute(experiment: str, study: Study) -> None:
     """Runs the study as the flags say, merges, prints the states; with --dry_run it prints the commands instead."""
     if FLAGS.workdir is None:
         raise app.UsageError("give --workdir=FOLDER: the list continues there when it is started again")
+    if FLAGS.budget_seconds is not None and math.isnan(FLAGS.budget_seconds):
+        raise app.UsageError("--budget_seconds=nan must be a number of seconds")
     workdir = Path(FLAGS.workdir)
     chosen = {name: tuple(FLAGS[name].value) for name in ("recipes", "old_logps") if FLAGS[name].present}
     study = dataclasses.replace(study, seeds=tuple(common.seeds(*study.seeds)), **chosen)
@@ -225,7 +266,8 @@ def execute(experiment: str, study: Study) -> None:
             for point in points:
                 print(shlex.join(["python", "launch.py", *_arguments(point, workdir)]))
             return
-        states = run_points(points, workdir, FLAGS.parallel, FLAGS.budget_seconds)
+        with claimed(workdir, study):
+            states = run_points(points, workdir, FLAGS.parallel, FLAGS.budget_seconds)
     for report in merge(points, workdir, common.command(experiment)):
         print(report)
     print(_counts(states))
@@ -289,7 +331,10 @@ def _prepare(point: Point, workdir: Path) -> bool:
         return False
     if point.makes is not None:  # named by its content
         return True
-    before = json.loads(_beside(point, workdir, "args.json").read_text())
+    record = _beside(point, workdir, "args.json")
+    if not record.exists():
+        raise ValueError(f"{record} is missing, which says how {folder} was run: remove that folder, or choose another")
+    before = json.loads(record.read_text())
     if before != _record(point):
         raise ValueError(
             f"{folder} was run with {shlex.join(before)}, not {shlex.join(_record(point))}: choose another --workdir"

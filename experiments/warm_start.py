@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ def run() -> None:
     with common.usage_errors():  # a damaged one stops before others are made
         for config in configs:
             load_figures(config, store)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit removes the unfinished folder
     try:
         store.mkdir(parents=True, exist_ok=True)
+        for config in configs:
+            make(config, store)
     except OSError as error:
         raise app.UsageError(f"--workdir={store} cannot be used: {error.strerror}; choose another folder") from error
-    for config in configs:
-        make(config, store)
 
 
 def make(config: WarmStartConfig, store: Path) -> None:

@@ -1,10 +1,18 @@
-"""Weights as one file: bf16 parameters, with the model's config and where they came from in a JSON beside it."""
+"""What a run keeps on disk: weights as one file (bf16 parameters, with the model's config and where they came from in a
+JSON beside it), and checkpoints, the whole state between two steps, for an exact resume.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +24,14 @@ import numpy as np
 from quads_jax import config_tree
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.rl.types import TrainState
 
 SHIPPED = Path(__file__).parent / "assets" / "tiny_chain_sum.msgpack"
+FORMAT = 1  # of checkpoints: what `Checkpoints` writes, and the newest that it reads
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
 def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info: dict[str, Any]) -> None:
@@ -29,28 +43,29 @@ def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = flax.serialization.to_bytes(jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params))
-    meta = {"model": config_tree.to_json(model), "sha256": _digest(data, model), **info}
-    _replace(path.with_suffix(".json"), (json.dumps(meta, indent=1) + "\n").encode())
+    meta = {"model": config_tree.to_json(model), **info}
+    meta["sha256"] = _digest(data, meta)
+    write_json(path.with_suffix(".json"), meta)
     _replace(path, data)
 
 
 def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, Any]]:
     """(f32 parameters, model config, the JSON's other fields) of a file of `save_weights`, or of the name "shipped".
 
-    Raises ValueError when the file is missing, damaged (hash of weights and model config), or does not hold the tensors
-    that its model config asks for.
+    Raises ValueError when the file is missing, damaged (hash of the weights and of all that the JSON says), or does not
+    hold the tensors that its model config asks for.
     """
-    path = SHIPPED if str(path) == "shipped" else Path(path)
+    path = _weights_path(path)
     for needed in (path, path.with_suffix(".json")):
         if not needed.is_file():
             raise ValueError(f"no weights file {needed}: give a path written by the warm start, or 'shipped'")
     data = path.read_bytes()
     try:
         meta = json.loads(path.with_suffix(".json").read_text())
-        expected, model = meta["sha256"], config_tree.from_json(ModelConfig, meta.pop("model"))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        expected, found = meta["sha256"], _digest(data, meta)
+        model = config_tree.from_json(ModelConfig, meta.pop("model"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path.with_suffix('.json')} is not the description of a weights file: {error!r}") from error
-    found = _digest(data, model)
     if found != expected:
         raise ValueError(
             f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {expected[:12]}"
@@ -60,10 +75,21 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float32), params), model, meta
 
 
-def _digest(data: bytes, model: ModelConfig) -> str:
-    """sha256 of the weights and of the config that they are read with: some of its fields leave no trace in shapes."""
-    config = json.dumps(config_tree.to_json(model), sort_keys=True)
-    return hashlib.sha256(config.encode() + data).hexdigest()
+def weights_sha256(path: str | os.PathLike) -> str:
+    """The hash that identifies a weights file which `load_weights` accepts."""
+    return read_json(_weights_path(path).with_suffix(".json"))["sha256"]
+
+
+def _weights_path(path: str | os.PathLike) -> Path:
+    return SHIPPED if str(path) == "shipped" else Path(path)
+
+
+def _digest(data: bytes, meta: Mapping[str, Any]) -> str:
+    """sha256 of the weights and of everything that their JSON says beside it: figures are believed, and some fields of
+    the model config leave no trace in shapes.
+    """
+    said = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(said.encode() + data).hexdigest()
 
 
 def _check_shapes(path: Path, params: Any, model: ModelConfig) -> None:
@@ -82,7 +108,184 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(p): tuple(a.shape) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+# Run folders ----------------------------------------------------------------------------------------------------------
+
+
+class RunFolderError(ValueError):
+    """A run cannot start, continue or be kept because of what its folder holds or refuses to take."""
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes `folder` and holds it for this process; the kernel lets go of it when the process ends, however it ends.
+
+    Raises RunFolderError when another process holds it, or when nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "ab")
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be written: {error.strerror}; choose another --workdir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                f"{folder} is in use by another process: wait for it or stop it, or choose another --workdir"
+            ) from error
+        yield
+
+
+def read_json(path: Path) -> Any:
+    """Raises RunFolderError on a file that does not hold JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): restore it, or choose another --workdir") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """By rename: readers see the old file or the new one, whole."""
+    _replace(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
 def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     os.replace(part, path)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+class _Damaged(Exception):
+    """Files of a checkpoint that are not what was written."""
+
+
+class Checkpoints:
+    """The training states in `folder`, a folder a step, saved in the background; the newest `keep` stay and, beside
+    them, the one of the best score. Orbax does not check content, so each gets a manifest with the sha256 of every
+    file: written last and by rename, it is what makes a checkpoint whole.
+
+    Made, it only reads: `whole` {step: `about` of its save}, `damaged` {step: the files that are wrong}. As a context
+    manager it removes what is not whole, and saves. Raises RunFolderError on a checkpoint of a newer format, and from
+    any method after a save that failed; the checkpoints before it are kept then.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self._folder, self._keep = folder, keep
+        self.whole: dict[int, dict[str, Any]] = {}
+        self.damaged: dict[int, str] = {}
+        for path in sorted(folder.glob("[0-9]*")):
+            if path.name.isdigit() and (path / MANIFEST).exists():  # without one, its save was not finished
+                try:
+                    self.whole[int(path.name)] = _verified(path)
+                except _Damaged as error:
+                    self.damaged[int(path.name)] = str(error)
+
+    def __enter__(self) -> Checkpoints:
+        import orbax.checkpoint as ocp  # slow to import, and only runs need it
+
+        for path in self._folder.glob("[0-9]*"):  # Orbax writes into <step>.<suffix>
+            if not (path.name.isdigit() and int(path.name) in self.whole):
+                shutil.rmtree(path)
+        self._args, policies = ocp.args, ocp.checkpoint_managers
+        best = policies.BestN(get_metric_fn=_score, n=1)
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_score,
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
+            enable_async_checkpointing=False,  # the thread below also hashes
+        )
+        self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: concurrent.futures.Future[None] | None = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: Any) -> None:
+        self._thread.shutdown()  # after the save
+        self._manager.close()
+        if kind is None:
+            self.wait()
+
+    def save(self, state: TrainState, about: Mapping[str, Any], score: float | None) -> None:
+        """Starts a save of `state` with `about`, JSON data that `whole` will give back; waits for the save before.
+        `score`: higher is better; none, as between evaluations, is never the best.
+        """
+        self.wait()
+        host = jax.tree.map(np.array, _without_key(state))  # copies: the update reuses the device's buffers
+        self._saving = self._thread.submit(self._write, int(state.step), host, dict(about), score)
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state of a whole checkpoint; `like` (arrays or their shapes) gives the tree, shapes and dtypes."""
+        template = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), jax.eval_shape(_without_key, like))
+        state = self._manager.restore(step, args=self._args.StandardRestore(template))
+        state = jax.tree.map(jnp.array, state)
+        return state.replace(key=jax.random.wrap_key_data(state.key))
+
+    def check(self) -> None:
+        """Raises what a save that has ended raised."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being saved."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _write(self, step: int, state: Any, about: dict[str, Any], score: float | None) -> None:
+        path = self._folder / str(step)
+        try:
+            metrics = {"score": -math.inf if score is None else score}
+            self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
+            manifest = {"format": FORMAT, "about": about, "files": _hashes(path)}
+            write_json(path / MANIFEST, {"sha256": _sha256(_canonical(manifest)), **manifest})
+        except Exception as error:  # whatever it was: there is no checkpoint
+            raise RunFolderError(
+                f"the checkpoint of step {step} cannot be written to {self._folder}: {error}. Those before it are "
+                "kept: make room, or let the folder be written, and continue with --resume"
+            ) from error
+
+
+def _score(metrics: Mapping[str, float]) -> float:
+    return metrics["score"]
+
+
+def _without_key(state: TrainState) -> TrainState:
+    """`state` with its typed key as u32, which numpy can hold."""
+    return state.replace(key=jax.random.key_data(state.key))
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """`about` of the checkpoint at `path`. Raises _Damaged naming the files, RunFolderError on a newer format. The keys
+    "format" and "sha256", of all the others, stay in every format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        stated = manifest.pop("sha256")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise _Damaged(MANIFEST) from None
+    if stated != _sha256(_canonical(manifest)):
+        raise _Damaged(MANIFEST)
+    if manifest["format"] > FORMAT:
+        raise RunFolderError(
+            f"{path} has format {manifest['format']}, this version of quads_jax reads {FORMAT}: use a newer one"
+        )
+    wrong = sorted({name for name, _ in manifest["files"].items() ^ _hashes(path).items()})
+    if wrong:
+        raise _Damaged(", ".join(wrong))
+    return manifest["about"]
+
+
+def _hashes(path: Path) -> dict[str, str]:
+    """{name: sha256} of the files below `path`, without the manifest."""
+    files = (f for f in path.rglob("*") if f.is_file() and f != path / MANIFEST)
+    return {str(f.relative_to(path)): _sha256(f.read_bytes()) for f in files}
+
+
+def _canonical(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True).encode()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

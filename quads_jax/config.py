@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quads_jax import config_tree
@@ -18,6 +18,8 @@ from quads_jax.tasks.chain_sum import ChainSum
 
 REGISTRY = {Task: TASKS}
 SHIPPED_TASK = ChainSum(operands=6, digits=1, modulus=10)
+MAY_CHANGE = ("steps", "checkpoint")  # of a TrainConfig, when a run is resumed
+_ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,14 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What a run keeps in order to be resumed. Changes nothing of what it computes."""
+
+    every: int = 20  # steps between checkpoints; 0: only where a signal stops the run
+    keep: int = 2  # the newest ones, beside the best; a damaged one needs another before it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One reinforcement-learning run."""
 
@@ -76,6 +86,7 @@ class TrainConfig:
     update: UpdateConfig = UpdateConfig(minibatches=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-4, warmup_steps=5)
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def sampling(self) -> SamplingConfig:
         """How the rollout draws tokens, and what the trainer scores them under."""
@@ -85,6 +96,32 @@ class TrainConfig:
             max_new_tokens=self.task.answer_len if limit is None else limit,
             stop_ids=self.task.tokenizer.stop_ids,
         )
+
+
+def run_hash(cfg: TrainConfig) -> str:
+    """The config hash of what a run computes: a resume may change what it leaves out."""
+    free = {field.name: field.default for field in dataclasses.fields(cfg) if field.name in MAY_CHANGE}
+    return config_tree.config_hash(dataclasses.replace(cfg, **free))
+
+
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The fields in which two JSON forms of a TrainConfig differ, with both values, but for those that a resume may
+    change.
+    """
+    old, new = ({k: v for k, v in _flat(data) if k.partition(".")[0] not in MAY_CHANGE} for data in (before, now))
+    return [
+        f"{name}: {old.get(name, 'absent')} before, {new.get(name, 'absent')} now"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name, _ABSENT) != new.get(name, _ABSENT)
+    ]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +229,12 @@ def check_train(cfg: TrainConfig) -> Recipe:
         raise ValueError(
             f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect on {resolved.label}: "
             "only policies block and static read channel orders"
+        )
+    if cfg.checkpoint.every < 0:
+        raise ValueError(f"checkpoint.every={cfg.checkpoint.every} must be 0 (off) or a number of steps")
+    if cfg.checkpoint.keep < 2:
+        raise ValueError(
+            f"checkpoint.keep={cfg.checkpoint.keep} must be at least 2: a damaged checkpoint needs another before it"
         )
     if cfg.recipe.refresh_every < 0:
         raise ValueError(f"recipe.refresh_every={cfg.recipe.refresh_every} must be 0 (off) or a number of steps")

@@ -35,6 +35,10 @@ class MetricsWriter:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Puts the rows on the disk itself, so that a checkpoint made afterwards never has fewer beside it."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -63,6 +67,25 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         rows.append({key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
                      for key, value in row.items()})
     return rows
+
+
+def cut_back(path: str | os.PathLike, header: Mapping[str, Any], step: int | None) -> None:
+    """Cuts the file of an interrupted run back to its first `step` steps; None, where no step is kept, empties it.
+
+    `header` is the row that the run's file begins with, then come rows of kind "train", one a step, and others, in the
+    order of their "step". Raises ValueError when the file is another run's or lacks a step, and changes nothing then.
+    """
+    path = Path(path)
+    rows = read_metrics(path) if path.exists() else []
+    if rows and rows[0] != header:
+        raise ValueError(f"{path} is another run's: it begins with {rows[0]}, not {dict(header)}; put back its own")
+    kept = [] if step is None else [row for row in rows if row["step"] <= step]
+    have = [row["step"] for row in kept if row["kind"] == "train"]
+    if have != list(range(1, (step or 0) + 1)):
+        raise ValueError(f"{path} has {len(have)} of the {step} steps before the checkpoint: put back the whole file")
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        os.truncate(path, sum(map(len, lines[: len(kept)])))
 
 
 def _whole_lines(path: Path) -> int:

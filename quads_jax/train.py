@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
-import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import config_tree
-from quads_jax.checkpoints import load_weights, save_weights
-from quads_jax.config import TrainConfig, check_train
-from quads_jax.metrics import MetricsWriter
+from quads_jax.checkpoints import (
+    Checkpoints,
+    RunFolderError,
+    load_weights,
+    locked,
+    read_json,
+    save_weights,
+    weights_sha256,
+    write_json,
+)
+from quads_jax.config import TrainConfig, changed_fields, check_train, run_hash
+from quads_jax.metrics import MetricsWriter, cut_back
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
 from quads_jax.pack import gemm_role, leaf_name, pack, packed_bytes
@@ -30,7 +41,10 @@ from quads_jax.rl.types import RolloutBatch, TrainState
 from quads_jax.rl.update import OptimConfig, UpdateConfig, make_optimizer, update
 from quads_jax.tasks import Item, Prefetch, Task, mean_by_task
 
+_log = logging.getLogger(__name__)
+
 CALIBRATION_ROWS = 256
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # pass@1 below which RL does not start from weights that state nothing about the task: a group without a single right
 # answer has no advantage, so nearly all of them would teach nothing
 START_FLOOR = 0.02
@@ -130,15 +144,16 @@ def model_roles(model: ModelConfig) -> set[str]:
 # Calibration and evaluation -------------------------------------------------------------------------------------------
 
 
-def calibrate(s: Setup, params: Any, start: int) -> Any:
-    """The `quant` collection for the rollout's precision: {} where nothing reads it. Measured on training prompts with
-    their reference answers, items `start` onwards.
+def calibrate(s: Setup, params: Any, rows: tuple[Any, Any] | None = None) -> Any:
+    """The `quant` collection for the rollout's precision: {} where nothing reads it. Measured on `rows`, (tokens
+    i32[B,T], valid bool[B,T]); without any, on training prompts with their reference answers.
     """
     if not s.recipe.rollout.needs_order:
         return {}
-    tokens, valid, _ = supervised_batch(s.cfg.task, s.cfg.seed, "train", start, CALIBRATION_ROWS)
-    program = statistics_program(s.model, s.recipe.rollout, tokens.shape)
-    return jax.jit(channel_orders, static_argnums=2)(program(params, tokens, valid), params, s.recipe.rollout)
+    if rows is None:
+        rows = supervised_batch(s.cfg.task, s.cfg.seed, "train", 0, CALIBRATION_ROWS)[:2]
+    program = statistics_program(s.model, s.recipe.rollout, rows[0].shape)
+    return jax.jit(channel_orders, static_argnums=2)(program(params, *rows), params, s.recipe.rollout)
 
 
 def supervised_batch(
@@ -162,7 +177,7 @@ def rewards(task: Task, items: list[Item], batch: RolloutBatch, prompt_len: int)
 
 def decode_responses(task: Task, batch: RolloutBatch, prompt_len: int) -> list[str]:
     """The sampled texts, up to eos."""
-    return [task.tokenizer.decode(row) for row in np.asarray(batch.tokens)[:, prompt_len:]]
+    return [task.tokenizer.decode(row) for row in np.asarray(batch.tokens)[:, prompt_len:].tolist()]
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,9 +234,9 @@ def group_prompts(s: Setup, step: int) -> tuple[np.ndarray, np.ndarray, list[Ite
     return np.repeat(prompts, group, 0), np.repeat(valid, group, 0), [item for item in items for _ in range(group)]
 
 
-def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict[str, Any]]:
-    """One step on the prompts of `group_prompts` -> (state, metrics row): everything that is always logged, with
-    seconds by phase.
+def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict[str, Any], RolloutBatch]:
+    """One step on the prompts of `group_prompts` -> (state, metrics row, what was sampled): everything that is always
+    logged, with seconds by phase.
     """
     prompts, valid, items = drawn
     clock, seconds = _Clock(), {}
@@ -255,7 +270,7 @@ def rl_step(s: Setup, state: TrainState, drawn: tuple) -> tuple[TrainState, dict
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
     row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
-    return state, row | {f"seconds/{k}": v for k, v in seconds.items()}
+    return state, row | {f"seconds/{k}": v for k, v in seconds.items()}, batch
 
 
 def init_state(s: Setup, params: Any) -> TrainState:
@@ -266,7 +281,7 @@ def init_state(s: Setup, params: Any) -> TrainState:
         params=params,
         opt_state=make_optimizer(s.cfg.optim).init(params),
         key=jax.random.key(s.cfg.seed),
-        quant=calibrate(s, params, 0),
+        quant=calibrate(s, params),
     )
 
 
@@ -278,7 +293,8 @@ def load_start(cfg: TrainConfig) -> tuple[Any, ModelConfig, float]:
     before the first update (`check_start`); 0 where the file is a warm start of this very task, whose stated figures
     are judged here.
 
-    Raises ValueError when they lie below `cfg.min_start`, or below the file's own target where that is none.
+    Raises ValueError when they lie below `cfg.min_start`, or where that is none below the file's target or above its
+    ceiling.
     """
     params, model, meta = load_weights(cfg.init)
     figures = meta.get("figures", {})
@@ -286,6 +302,12 @@ def load_start(cfg: TrainConfig) -> tuple[Any, ModelConfig, float]:
         return params, model, START_FLOOR if cfg.min_start is None else cfg.min_start
     needed = figures["target"] if cfg.min_start is None else cfg.min_start
     reached = {label: task["pass@1"] for label, task in figures["tasks"].items()}
+    ceiling = meta["config"].get("ceiling", 1.0) if cfg.min_start is None else 1.0
+    if high := [f"{label} has pass@1 {value:.3f}" for label, value in reached.items() if value > ceiling]:
+        raise ValueError(
+            f"the warm start of init={cfg.init!r} leaves RL little to teach: held-out {', '.join(high)}, above its "
+            "ceiling. Make it again with a higher ceiling or a smaller eval_every; or accept it with --set=min_start=0"
+        )
     if short := _shortfall(reached, needed):
         raise ValueError(
             f"the warm start of init={cfg.init!r} is too weak to start from: held-out {short}. Make it again with more "
@@ -322,65 +344,178 @@ def _accepting(reached: dict[str, float]) -> float:
     return math.floor(100 * min(reached.values())) / 100
 
 
-def train(cfg: TrainConfig, folder: Path, on_step: Callable[[dict[str, Any]], None] = lambda row: None) -> TrainState:
-    """One run into `folder`: config.json, metrics.jsonl, weights, run.json. `on_step` sees every training row.
+# A run ----------------------------------------------------------------------------------------------------------------
 
-    Raises FileExistsError when the folder already holds a run, ValueError on a bad config or a warm start below its
-    target (`load_start`), WeakStart before the first update when the start is too weak (`check_start`).
+
+class Stopped(Exception):
+    """The run was asked to stop and did so after a step, in a state that a checkpoint holds."""
+
+
+def train(
+    cfg: TrainConfig,
+    folder: Path,
+    on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+    *,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> TrainState | None:
+    """One run into `folder`: config.json, metrics.jsonl, checkpoints/, weights, run.json. `on_step` sees every training
+    row.
+
+    `resume` continues the run that `folder` holds, if any, from its last whole checkpoint as if it had never been
+    interrupted: the same bits in state and metrics, but for seconds. A finished run of as many steps is left alone:
+    None. `stop` is asked after every step.
+
+    Raises FileExistsError when the folder holds a run and `resume` is off, ValueError on a bad config or a warm start
+    below its target (`load_start`), WeakStart before the first update when the start is too weak (`check_start`),
+    RunFolderError when the folder is in use, is another run's, has damaged checkpoints only or cannot be written;
+    Stopped after `stop`.
     """
     params, model, floor = load_start(cfg)
     s = setup(cfg, model)
-    if (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} already holds a run; choose another --workdir or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", config_tree.to_json(cfg))
-    started = time.perf_counter()
-    info = {
-        "label": s.recipe.label,
-        "rollout": s.recipe.rollout.name,
-        "trainer": s.recipe.trainer.name,
-        "status": "running",
-    }
-    _write_json(folder / "run.json", info)
-    try:
-        state = _steps(s, init_state(s, params), floor, folder, on_step)
-    except BaseException as error:
-        _write_json(folder / "run.json", info | {"status": f"failed: {type(error).__name__} {error}".strip()})
-        raise
-    meta = {"config": config_tree.to_json(cfg), "steps": cfg.steps}
-    save_weights(folder / "weights.msgpack", state.params, model, meta)
-    _write_json(folder / "run.json", info | {"status": "finished", "seconds": time.perf_counter() - started})
+    with locked(folder):
+        held = any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints"))
+        if held and not resume:
+            raise FileExistsError(
+                f"{folder} already holds a run; continue it with --resume, choose another --workdir or remove it"
+            )
+        init = weights_sha256(cfg.init)
+        if _finished(cfg, init, folder):
+            return None
+        header = {"kind": "run", "step": 0, "config_hash": run_hash(cfg), "init": init}
+        checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep)
+        step = _last_step(cfg, header, checkpoints)
+        try:
+            cut_back(folder / "metrics.jsonl", header, step)
+        except ValueError as error:
+            raise RunFolderError(str(error)) from error
+        info = {"label": s.recipe.label, "rollout": s.recipe.rollout.name, "trainer": s.recipe.trainer.name}
+        info |= {"init": init, "status": "running"}
+        try:
+            write_json(folder / "config.json", config_tree.to_json(cfg))
+            write_json(folder / "run.json", info)
+            began = time.perf_counter()
+            with MetricsWriter(folder / "metrics.jsonl") as writer, checkpoints:
+                state, about = _start(s, params, floor, header, step, writer, checkpoints)
+                started = began - about["seconds"]  # as if what came before had just been computed
+                state = _steps(s, state, about, started, writer, checkpoints, on_step, stop)
+            meta = {"config": config_tree.to_json(cfg), "steps": cfg.steps}
+            save_weights(folder / "weights.msgpack", state.params, model, meta)
+            write_json(folder / "run.json", info | {"status": "finished", "seconds": time.perf_counter() - started})
+        except BaseException as error:
+            status = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__} {error}".strip()
+            with contextlib.suppress(OSError):  # a full disk: the error itself says more
+                write_json(folder / "run.json", info | {"status": status})
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                raise RunFolderError(
+                    f"{folder} cannot be written: {error}. Make room, or let it be written, and continue with --resume"
+                ) from error
+            raise
     return state
+
+
+def _finished(cfg: TrainConfig, init: str, folder: Path) -> bool:
+    """Whether `folder` holds this run with all its steps. Raises RunFolderError when it holds another run."""
+    config, info = folder / "config.json", folder / "run.json"
+    before = read_json(config) if config.exists() else config_tree.to_json(cfg)
+    if changed := changed_fields(before, config_tree.to_json(cfg)):
+        raise RunFolderError(
+            f"{folder} holds a run of another config ({'; '.join(changed)}): give the same values, or another --workdir"
+        )
+    if not info.exists():
+        return False
+    started = read_json(info)
+    if started.get("init") != init:
+        raise RunFolderError(
+            f"init={cfg.init!r} is not the file that {folder} started from (sha256 {str(started.get('init'))[:12]}, "
+            f"now {init[:12]}): put that one back, or choose another --workdir"
+        )
+    return started["status"] == "finished" and before["steps"] == cfg.steps
+
+
+def _last_step(cfg: TrainConfig, header: dict[str, Any], checkpoints: Checkpoints) -> int | None:
+    """The step to continue from; None where nothing has been saved. Raises RunFolderError where it cannot be one."""
+    bad = ", ".join(f"step {step} ({files})" for step, files in checkpoints.damaged.items())
+    if not checkpoints.whole:
+        if bad:
+            raise RunFolderError(
+                f"every checkpoint is damaged: {bad}; restore one, or start again in another --workdir"
+            )
+        return None
+    step = max(checkpoints.whole)
+    if checkpoints.whole[step]["run"] != header:
+        raise RunFolderError(f"the checkpoint of step {step} is another run's: remove it, or choose another --workdir")
+    if step >= cfg.steps:
+        raise RunFolderError(f"steps={cfg.steps}, but the run has a checkpoint of step {step}: give more steps")
+    if bad:
+        _log.warning("damaged checkpoints are removed: %s; the run continues from step %d", bad, step)
+    return step
+
+
+def _start(
+    s: Setup,
+    params: Any,
+    floor: float,
+    header: dict[str, Any],
+    step: int | None,
+    writer: MetricsWriter,
+    checkpoints: Checkpoints,
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state of checkpoint `step`, or an evaluated step 0, and what a checkpoint says beside it: whose it is, the
+    seconds that the run has taken, and what the last refresh changed, which the next row logs.
+    """
+    if step is not None:
+        like = jax.eval_shape(functools.partial(init_state, s), params)
+        return checkpoints.restore(step, like), checkpoints.whole[step]
+    writer.write(header)
+    state = init_state(s, params)
+    for row in evaluate_sides(s, state):
+        writer.write({"step": 0, **row})
+        if row["precision"] == "trainer":
+            check_start(s, row, floor)
+    return state, {"run": header, "config": config_tree.to_json(s.cfg), "seconds": 0.0, "refreshed": {}}
 
 
 def _steps(
-    s: Setup, state: TrainState, floor: float, folder: Path, on_step: Callable[[dict[str, Any]], None]
+    s: Setup,
+    state: TrainState,
+    about: dict[str, Any],
+    started: float,
+    writer: MetricsWriter,
+    checkpoints: Checkpoints,
+    on_step: Callable[[dict[str, Any]], None],
+    stop: Callable[[], bool],
 ) -> TrainState:
-    cfg = s.cfg
-    with MetricsWriter(folder / "metrics.jsonl") as writer, Prefetch(lambda step: group_prompts(s, step)) as drawn:
-        for row in evaluate_sides(s, state):
-            writer.write({"step": 0, **row})
-            if row["precision"] == "trainer":
-                check_start(s, row, floor)
-        for step in range(1, cfg.steps + 1):
-            refreshed = {}
-            if cfg.recipe.refresh_every and step > 1 and (step - 1) % cfg.recipe.refresh_every == 0:
-                state, refreshed = _refresh(s, state, step)
-            state, row = rl_step(s, state, next(drawn))
+    """The steps after `state`, to the last. `started`: when step 0 was, in seconds of `time.perf_counter`."""
+    cfg, refreshed, done = s.cfg, about["refreshed"], int(state.step)
+    with Prefetch(lambda step: group_prompts(s, step), start=done) as drawn:
+        for step in range(done + 1, cfg.steps + 1):
+            state, row, batch = rl_step(s, state, next(drawn))
             writer.write(row | refreshed)
             on_step(row)
+            refreshed, evaluated = {}, []
             if step % cfg.eval.every == 0 or step == cfg.steps:
                 for row in evaluate_sides(s, state):
                     writer.write({"step": step, **row})
+                    evaluated.append(row["pass@1"])
+            if step == cfg.steps:
+                break  # no checkpoint: those before do not depend on how many steps there are
+            if cfg.recipe.refresh_every and step % cfg.recipe.refresh_every == 0:
+                state, refreshed = _refresh(s, state, batch)
+            checkpoints.check()
+            stopping = stop()
+            if stopping or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                writer.sync()
+                now = {"seconds": time.perf_counter() - started, "refreshed": refreshed}
+                checkpoints.save(state, about | now, evaluated[0] if evaluated else None)
+            if stopping:
+                checkpoints.wait()
+                raise Stopped(f"stopped at step {step}: continue with --resume")
     return state
 
 
-def _refresh(s: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
-    """New channel orders between steps, and how many compensated channels they change."""
-    quant = calibrate(s, state.params, step * CALIBRATION_ROWS)
+def _refresh(s: Setup, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, dict[str, float]]:
+    """New channel orders between steps, from the last step's sampled rows, and how many compensated channels change."""
+    quant = calibrate(s, state.params, (batch.tokens, batch.valid))
     ratio = max(spec.ratio for r in s.cfg.recipe.roles if (spec := s.recipe.rollout.role(r).residual))
     return state.replace(quant=quant), {"refresh/changed": float(changed_channels(state.quant, quant, ratio))}
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=1) + "\n")

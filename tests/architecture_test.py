@@ -37,7 +37,9 @@ ALLOWED = {
         "quads_jax.config_tree"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
+    "quads_jax.inspection": ("quads_jax",),  # likewise
     "quads_jax.train": ("quads_jax",),
+    "quads_jax.testing": ("quads_jax.quant", "pallas_kernels.storage"),
     "experiments": ("quads_jax",),
     "launch": ("quads_jax", "experiments"),
 }

@@ -26,7 +26,7 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no weights file .*nothing.msgpack"):
         load_weights(tmp_path / "nothing.msgpack")
     path = tmp_path / "w.msgpack"
-    save_weights(path, params(), MODEL, {})
+    save_weights(path, params(), MODEL, {"figures": {"pass@1": 0.25}})
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(ValueError, match="damaged"):
@@ -36,6 +36,8 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     for text, message in (
         ("{", "not the description"),
         ("{}", "KeyError"),
+        ("[]", "not the description"),
+        (description.replace("0.25", "0.99"), "damaged"),  # figures are believed, so they are covered too
         (description.replace("10000", "5"), "damaged"),
     ):
         path.with_suffix(".json").write_text(text)

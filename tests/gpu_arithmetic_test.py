@@ -23,11 +23,11 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.pack import pack
 from quads_jax.precision import LayerPrecision, Precision, recipe
-from quads_jax.quant.formats import FP8, NVFP4
+from quads_jax.quant.formats import FORMATS, FP8, NVFP4
 from quads_jax.quant.residual import compensate, token_mask
 from quads_jax.quant.rounding import div_rn
-from quads_jax.quant.tensor import quantize
-from tests import pack_test
+from quads_jax.quant.tensor import dequantize, quantize
+from tests import golden, pack_test
 from tests.pack_test import channel_orders, named, random_params
 
 if jax.config.jax_platforms in ("cuda", "gpu"):  # the CPU is the reference
@@ -124,12 +124,40 @@ def same_as_the_cpu(what, fn, device, reference):
 
 
 def quantizers(device, reference):
-    """Codes, block scales and global scales of packed tensors, nine distributions."""
-    cases = [(fmt, unit) for fmt in (NVFP4, FP8) for unit in ("token", "expert")]
-    return [
-        same_as_the_cpu(f"{f.name} per {u}", functools.partial(quantize, fmt=f, unit=u), device, reference)
-        for f, u in cases
-    ]
+    """Codes, block scales and global scales of packed tensors, every format, nine distributions."""
+    rows = []
+    for fmt in FORMATS.values():
+        for unit in ("token", "expert") if fmt.has_global and fmt.rows == 1 else ("expert",):
+
+            def packed(x, fmt=fmt, unit=unit):
+                return quantize(x.reshape(x.shape[0], -1, 128), fmt, unit=unit)  # 128 rows, as the largest tiles need
+
+            rows.append(same_as_the_cpu(f"{fmt.name} per {unit}", packed, device, reference))
+    return rows
+
+
+def golden_inputs(device, reference):
+    """Packed bytes and decoded values of every golden input in the formats of its family."""
+    pack = jax.jit(quantize, static_argnames=("fmt", "unit"))
+    rows = []
+    for family in ("nvfp4", "mxfp4", "mxfp8", "fp8"):
+        formats = [fmt for fmt in FORMATS.values() if fmt.name.startswith(family)]
+        counts, size = {}, 0
+        for name in golden.names(f"{family}_"):
+            file = golden.load(name)
+            x, amax = file.inputs["x"], file.meta.get("amax_given")
+            for fmt in formats if len(golden.names(f"{family}_")) < 5 else formats[:1]:
+                sides = []
+                for d in (device, reference):
+                    with jax.default_device(d):
+                        t = pack(jax.device_put(x, d), fmt, unit="expert", amax=amax)
+                        sides.append(jax.device_get((t, jax.jit(dequantize)(t))))
+                size += sum(a.size for a in jax.tree.leaves(sides[0]))
+                if count := differing(*sides):
+                    counts[f"{name} {fmt.name}"] = count
+        wrong = "".join(f"; {name}: {count:,}" for name, count in counts.items())
+        rows.append(Row(f"{family}: of {size:,} bytes and values, not the CPU's{wrong}", sum(counts.values())))
+    return rows
 
 
 def compensation(device, reference):
@@ -242,7 +270,7 @@ def whole_model(device, reference):
     return [Row("BF16 itself: distance from the CPU's", moved, 0, 0.2), *distance_rows(distances)]
 
 
-CHECKS = {f.__name__: f for f in (division, quantizers, compensation, rounding, weights, whole_model)}
+CHECKS = {f.__name__: f for f in (division, quantizers, golden_inputs, compensation, rounding, weights, whole_model)}
 
 
 def check(rows):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 
 import jax
@@ -319,3 +321,55 @@ def test_seconds_left_by_the_mean_of_each_kind(tmp_path):
     assert seconds_left([a, b], running, took, 1, 110.0) == 50.0  # nothing makes what b needs
     assert seconds_left([other, a, b], running, took, 1, 110.0) == 30.0 + 40.0 + 20.0 + 20.0
     assert seconds_left([], [], took, 1, 110.0) == 0.0
+
+
+# The folder of a list -------------------------------------------------------------------------------------------------
+
+STUDY = Study(train=TrainConfig(steps=1), recipes=("BF16",))
+
+
+def test_two_lists_do_not_share_a_folder(tmp_path):
+    with gpu_list.claimed(tmp_path, STUDY):
+        with pytest.raises(ValueError, match="is in use by another list"), gpu_list.claimed(tmp_path, STUDY):
+            pass
+    with gpu_list.claimed(tmp_path, STUDY):  # free again
+        pass
+
+
+def test_a_folder_holds_one_setting_and_may_gain_recipes_and_seeds(tmp_path):
+    with gpu_list.claimed(tmp_path, STUDY):
+        pass
+    with gpu_list.claimed(tmp_path, dataclasses.replace(STUDY, recipes=("BF16", "NAIVE"), seeds=(0, 1))):
+        pass
+    other = dataclasses.replace(STUDY, train=TrainConfig(steps=2))
+    with pytest.raises(ValueError, match="holds a list with other settings"), gpu_list.claimed(tmp_path, other):
+        pass
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file/list cannot be used"):
+        with gpu_list.claimed(tmp_path / "file" / "list", STUDY):
+            pass
+
+
+def test_sigterm_ends_a_list_and_its_points(tmp_path, command):
+    point = Point("g", "A", 0, ("--name=A", "--label=A", "--seed=0", "--sleep=60"))
+
+    started, original = [], gpu_list._start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_list, "_start", lambda *args: started.append(original(*args)) or started[0])
+        patch.setattr(gpu_list, "_counts", lambda _: os.kill(os.getpid(), signal.SIGTERM))  # of the first progress line
+        patch.setattr(gpu_list, "PROGRESS_SECONDS", 0.0)
+        with pytest.raises(SystemExit), gpu_list.claimed(tmp_path / "list", STUDY):
+            run_points([point], tmp_path / "list", 1, command=command)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert started[0].poll() is not None
+
+
+def test_a_finished_point_without_its_arguments_is_refused(tmp_path, command):
+    point = Point("g", "A", 0, ("--name=A", "--label=A", "--seed=0"))
+    assert run_points([point], tmp_path / "list", 1, command=command) == {point.name: "finished"}
+    (tmp_path / "list" / "points" / f"{point.name}.args.json").unlink()
+    with pytest.raises(ValueError, match="is missing, which says how"):
+        run_points([point], tmp_path / "list", 1, command=command)

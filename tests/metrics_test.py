@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax.metrics import MetricsWriter, Progress, duration, read_metrics
+from quads_jax.metrics import MetricsWriter, Progress, cut_back, duration, read_metrics
 
 
 def test_rows_come_back_as_plain_python(tmp_path):
@@ -68,6 +68,51 @@ def test_what_is_no_scalar_is_refused_by_name_and_writes_nothing(tmp_path, value
 def test_a_traced_value_is_refused(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer, pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda x: writer.write({"x": x}))(1.0)
+
+
+HEADER = {"kind": "run", "step": 0, "id": "mine"}
+RUN = [HEADER, {"kind": "eval", "step": 0}]
+for _step in (1, 2, 3):
+    RUN += [{"kind": "train", "step": _step}, {"kind": "eval", "step": _step}]
+
+
+def written(path, rows, torn=""):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    return path
+
+
+@pytest.mark.parametrize("step, kept", [(None, 0), (0, 2), (1, 4), (2, 6), (3, 8)])
+@pytest.mark.parametrize("torn", ["", '{"kind": "tr', '{"kind": "train", "step": 4}'])
+def test_a_file_is_cut_back_to_whole_steps(tmp_path, step, kept, torn):
+    path = written(tmp_path / "metrics.jsonl", RUN, torn)
+    cut_back(path, HEADER, step)
+    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in RUN[:kept])
+
+
+@pytest.mark.parametrize(
+    "rows, step, message",
+    [
+        ([HEADER | {"id": "another"}, *RUN[1:]], 2, "is another run's: it begins with .*another.*mine.*put back"),
+        ([HEADER | {"id": "another"}, *RUN[1:]], None, "is another run's"),
+        (RUN[1:], 2, "is another run's"),
+        ([row for row in RUN if row != {"kind": "train", "step": 1}], 2, "has 1 of the 2 steps"),
+        ([*RUN[:4], *RUN[2:]], 2, "has 3 of the 2 steps"),
+        (RUN[:4], 2, "has 1 of the 2 steps before the checkpoint"),
+        ([], 2, "has 0 of the 2 steps"),
+    ],
+)
+def test_another_runs_file_and_lost_steps_are_refused(tmp_path, rows, step, message):
+    path = written(tmp_path / "metrics.jsonl", rows, "torn")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        cut_back(path, HEADER, step)
+    assert path.read_bytes() == before
+
+
+def test_a_run_that_wrote_no_metrics_has_nothing_to_cut(tmp_path):
+    cut_back(tmp_path / "metrics.jsonl", HEADER, None)
+    with pytest.raises(ValueError, match="has 0 of the 1 steps"):
+        cut_back(tmp_path / "metrics.jsonl", HEADER, 1)
 
 
 class Stream(io.StringIO):

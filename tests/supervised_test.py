@@ -14,7 +14,7 @@ import pytest
 
 from experiments import warm_start
 from quads_jax import config_tree, supervised
-from quads_jax.checkpoints import load_weights
+from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import WarmStartConfig, check_warm_start
 from quads_jax.metrics import read_metrics
 from quads_jax.models.decoder import init_params
@@ -130,7 +130,7 @@ def test_damage_is_refused_with_the_way_out(scripted, tmp_path):
     assert seed_1 != description
     for data, text, message in (
         (weights[:-1] + bytes([weights[-1] ^ 1]), description, "is damaged"),
-        (weights, seed_1, "made with another config than its name says"),
+        (weights, seed_1, "is damaged"),
         (weights, "{", "not the description of a weights file"),
         (None, description, "no weights file"),
     ):
@@ -141,6 +141,15 @@ def test_damage_is_refused_with_the_way_out(scripted, tmp_path):
         with pytest.raises(ValueError, match=f"{message}.*; to make this warm start again, remove {path.parent}"):
             obtain(CONFIG, tmp_path)
         assert path.exists() == (data is not None)  # nothing was trained over it
+
+
+def test_the_artefact_of_another_config_under_this_name_is_refused(scripted, tmp_path):
+    scripted(one(1.0), one(1.0))
+    other = dataclasses.replace(CONFIG, seed=1)
+    obtain(other, tmp_path)
+    artefact(other, tmp_path).parent.rename(artefact(CONFIG, tmp_path).parent)
+    with pytest.raises(ValueError, match="made with another config than its name says"):
+        obtain(CONFIG, tmp_path)
 
 
 def test_an_interrupted_attempt_leaves_nothing_that_looks_made(scripted, tmp_path):
@@ -164,10 +173,10 @@ def test_of_two_that_make_the_same_one_both_get_the_first(scripted, tmp_path):
     def meanwhile(row):  # another process starts and ends while this one trains
         if row["step"] == 1:
             winners.append(obtain(CONFIG, tmp_path))
-            description = artefact(CONFIG, tmp_path).with_suffix(".json")
-            meta = json.loads(description.read_text())
+            path = artefact(CONFIG, tmp_path)
+            params, model, meta = load_weights(path)
             meta["figures"]["device"] = "the winner's"
-            description.write_text(json.dumps(meta))
+            save_weights(path, params, model, {k: v for k, v in meta.items() if k != "sha256"})
 
     figures, reused = obtain(CONFIG, tmp_path, meanwhile)
     assert figures["device"] == "the winner's" and (winners[0][1], reused) == (False, True)

@@ -12,7 +12,15 @@ import pytest
 from quads_jax import config_tree
 from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights, save_weights
-from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train, from_json
+from quads_jax.config import (
+    CheckpointConfig,
+    EvalConfig,
+    RecipeConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_train,
+    from_json,
+)
 from quads_jax.metrics import read_metrics
 from quads_jax.rl.rollout import score
 from quads_jax.rl.types import RolloutBatch
@@ -107,7 +115,7 @@ def gaps(weights, steps=2):
     s = loop.setup(cfg, model)
     state, out = loop.init_state(s, weights_tree), []
     for step in range(steps):
-        state, row = loop.rl_step(s, state, loop.group_prompts(s, step))
+        state, row, _ = loop.rl_step(s, state, loop.group_prompts(s, step))
         out.append(row["gap/mean"])
     return out
 
@@ -268,7 +276,7 @@ def test_a_step_makes_rewarded_answers_likelier_and_others_less_likely(weights, 
     batch, scorer = written(drawn[0], kinds), jax.jit(fixed)
     digit = lambda state: np.asarray(scorer(state.params, {}, batch.tokens, batch.valid)[0])[:, -2]  # noqa: E731
     before = digit(state)
-    state, row = loop.rl_step(s, state, drawn)
+    state, row, _ = loop.rl_step(s, state, drawn)
     change = digit(state) - before
     assert row["reward"] == 0.5
     assert change[kinds == RIGHT].min() > 0 > change[kinds == WRONG].max(), change
@@ -307,6 +315,14 @@ def test_a_warm_start_below_its_target_is_refused(monkeypatch):
     assert loop.load_start(accepted) == ("params", MODEL, 0.0)
     with pytest.raises(ValueError, match="harder has pass@1 0.259, below 0.3"):
         loop.load_start(dataclasses.replace(cfg, min_start=0.3))
+
+
+def test_a_warm_start_above_its_ceiling_is_refused(monkeypatch):
+    config = of_task(TASK) | {"ceiling": 0.8}
+    described(monkeypatch, config, reached(easy=0.9, hard=0.7))
+    with pytest.raises(ValueError, match="to teach: held-out easy has pass@1 0.900, above its ceiling.*min_start=0"):
+        loop.load_start(TrainConfig(task=TASK))
+    assert loop.load_start(TrainConfig(task=TASK, min_start=0.0)) == ("params", MODEL, 0.0)
 
 
 def test_min_start_may_ask_for_more_than_the_target(monkeypatch):
@@ -348,7 +364,8 @@ def test_a_start_without_right_answers_fails_before_the_first_update(weights, sc
         RuntimeError, match="on 16 held-out prompts: chain_sum has pass@1 0.000, below 0.02.*min_start=0"
     ):
         loop.train(cfg, tmp_path / "run")
-    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    header, *rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert header["kind"] == "run"
     assert [(r["kind"], r["step"], r["pass@1"]) for r in rows] == [("eval", 0, 1.0), ("eval", 0, 0.0)]
     assert json.loads((tmp_path / "run/run.json").read_text())["status"].startswith("failed: WeakStart init=")
     assert not (tmp_path / "run/weights.msgpack").exists()
@@ -381,6 +398,8 @@ def test_every_task_of_a_mixture_must_be_at_the_floor(weights):
         (dict(eval=EvalConfig(prompts=17)), "eval.prompts=17 must be a multiple of the 16 rows"),
         (dict(rollout=RolloutConfig(prompts=4, group_size=4, temperature=0.0)), "temperature=0 in training"),
         (dict(steps=0), "steps=0"),
+        (dict(checkpoint=CheckpointConfig(every=-1)), "checkpoint.every=-1 must be 0"),
+        (dict(checkpoint=CheckpointConfig(keep=1)), "checkpoint.keep=1 must be at least 2"),
     ],
 )
 def test_bad_configs_are_refused_with_the_fix(weights, change, message):

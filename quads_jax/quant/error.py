@@ -1,34 +1,65 @@
-"""How much a quantizer loses. x is the original f[..., K]; every result is a scalar."""
+"""How much a quantizer loses. x is the original f[..., K]; results are f32 scalars where nothing else is said.
 
+Zeros count nowhere, so rows that are set to zero (padding) change no measure of the others.
+"""
+
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import storage
 from quads_jax.quant.formats import BlockFormat
-from quads_jax.quant.tensor import encode
+from quads_jax.quant.residual import num_channels
+from quads_jax.quant.tensor import BlockTensor, encode
 
 
 def relative_error(x: Array, xq: Array) -> Array:
     """||x - xq|| / ||x||, Frobenius norms in f32; 0 where x and xq are equal."""
     x, xq = x.astype(jnp.float32), xq.astype(jnp.float32)
-    noise, signal = jnp.sum(jnp.square(x - xq)), jnp.sum(jnp.square(x))
+    return _relative(jnp.sum(jnp.square(x - xq)), jnp.sum(jnp.square(x)))
+
+
+def relative_error_by_group(x: Array, xq: Array, ids: Array, groups: int) -> Array:
+    """`relative_error` of each group of rows: x f[M, ...], xq alike, ids i32[M] in 0..G-1 -> f32[G]; 0 without rows."""
+    x, xq = x.astype(jnp.float32), xq.astype(jnp.float32)
+    noise, signal = (
+        jax.ops.segment_sum(jnp.sum(jnp.square(a), axis=tuple(range(1, a.ndim))), ids, groups) for a in (x - xq, x)
+    )
+    return _relative(noise, signal)
+
+
+def _relative(noise: Array, signal: Array) -> Array:
     return jnp.where(noise == 0, 0.0, jnp.sqrt(noise / signal))
+
+
+def decibels(error: Array) -> Array:
+    """A relative error as a signal to noise ratio in dB, -20 log10(error): inf for 0."""
+    return -20.0 * jnp.log10(error)
 
 
 def sqnr_db(x: Array, xq: Array) -> Array:
     """Signal to quantization noise ratio, 10 log10(||x||^2 / ||x - xq||^2), in dB; inf where x and xq are equal."""
-    return -20.0 * jnp.log10(relative_error(x, xq))
+    return decibels(relative_error(x, xq))
 
 
 def saturation_rate(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> Array:
-    """Share of elements beyond what their block can hold, because its scale was rounded down or amax is stale."""
+    """Share of the non-zero elements beyond what their block can hold, because its scale was rounded down or amax is
+    stale.
+    """
     e = encode(x, fmt, unit=unit, amax=amax)
-    return jnp.mean(jnp.abs(x) > fmt.element.max * e.step, dtype=jnp.float32)
+    return _share_of_nonzero(jnp.abs(x) > fmt.element.max * e.step, x)
 
 
 def dead_zone(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> Array:
     """Share of the non-zero elements that become 0; 0 if x is all zero."""
-    lost = (encode(x, fmt, unit=unit, amax=amax).elements == 0) & (x != 0)
-    return jnp.sum(lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(x != 0, dtype=jnp.float32), 1.0)
+    return _share_of_nonzero(encode(x, fmt, unit=unit, amax=amax).elements == 0, x)
+
+
+def _share_of_nonzero(marked: Array, x: Array) -> Array:
+    used = x != 0
+    return jnp.sum(marked & used, dtype=jnp.float32) / jnp.maximum(jnp.sum(used, dtype=jnp.float32), 1.0)
 
 
 def flushed_blocks(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> Array:
@@ -36,3 +67,29 @@ def flushed_blocks(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float
     block_scale = encode(x, fmt, unit=unit, amax=amax).block_scale
     used = jnp.any(x.reshape(*block_scale.shape, fmt.block) != 0, axis=-1)
     return jnp.sum(used & (block_scale == 0), dtype=jnp.int32)
+
+
+def flipped_codes(old: BlockTensor, new: BlockTensor) -> Array:
+    """Share of the elements whose code differs between two packed versions of a tensor, such as a weight before and
+    after a sync. A changed scale alone is no flip. Raises ValueError where format, shape or layout differ.
+    """
+    have, want = ((t.fmt.name, t.shape, t.layout) for t in (new, old))
+    if have != want:
+        raise ValueError(f"{have} is no version of {want}: pack both for one precision")
+    codes = [storage.unpack_nibbles(t.codes) if t.fmt.element.bits == 4 else t.codes for t in (old, new)]
+    return jnp.mean(codes[0] != codes[1], dtype=jnp.float32)
+
+
+def concentration(energy: Array, ratios: Sequence[float], block: int = 1) -> Array:
+    """Share of a residual's energy that its largest channels hold, f32[R] for R ratios in [0, 1]: what compensating
+    them removes at most. 0 of a zero residual; energies that are all equal give about the ratio.
+
+    energy: f32[..., K], (x - xq)^2 summed over rows; every leading index chooses its own channels. They are taken
+    in whole blocks of `block`, as many as `residual.num_channels` says.
+    """
+    width = energy.shape[-1]
+    padded = jnp.pad(energy.reshape(-1, width), ((0, 0), (0, -width % block)))
+    blocks = jnp.sort(jnp.sum(padded.reshape(len(padded), -1, block), axis=-1), axis=-1, descending=True)
+    held = jnp.pad(jnp.cumsum(jnp.sum(blocks, axis=0)), (1, 0))
+    chosen = [num_channels(ratio, padded.shape[1], block) // block for ratio in ratios]
+    return jnp.where(held[-1] == 0, 0.0, held[jnp.array(chosen)] / held[-1])

@@ -6,6 +6,7 @@ on every backend. f32 subnormals are outside their domain: XLA's CPU backend flu
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 _SIGN = -(2**31)
@@ -35,6 +36,35 @@ def round_e2m1(x: Array) -> Array:
 def round_e4m3(x: Array) -> Array:
     """f32 [...] -> nearest E4M3 value, f32 [...], ties to even mantissa, with subnormals, saturating at +-448."""
     return round_to_grid(x, mantissa_bits=3, min_exponent=-6, largest=448.0)
+
+
+def round_stochastic(x: Array, uniform: Array, mantissa_bits: int, min_exponent: int, largest: float) -> Array:
+    """f32 [...] -> one of the two neighbours on the grid of round_to_grid, f32 [...]; saturating, NaN kept, never -0.
+
+    uniform: f32 [...] in [0, 1). The neighbour away from zero is taken with the probability that makes x the
+        expectation: exactly, for real uniform numbers; within 2**-23 of a step, for jax.random.uniform.
+    """
+    magnitude = jnp.minimum(jnp.abs(x), largest)
+    power = jnp.maximum(_bits(magnitude) & _EXPONENT, _ONE + min_exponent * _HIDDEN)
+    steps = magnitude * (_floats(2 * _ONE - power) * 2.0**mantissa_bits)  # all products here are exact
+    below = jnp.floor(steps)
+    rounded = (below + (uniform < steps - below)) * (_floats(power) * 2.0**-mantissa_bits)
+    return jnp.where((x < 0) & (rounded > 0), -rounded, rounded)
+
+
+def power_of_two_scale(amax: Array, rule: str, mantissa_bits: int, largest: float) -> Array:
+    """f32 [...] >= 0, a block's largest magnitude -> its E8M0 scale, f32 [...]: NaN where amax is not finite.
+
+    amax = m * 2**E and largest = t * 2**L, with m and t in [1, 2). The scale is 2**(E - L), and twice that
+        floor: never (OCP MX specification, torchao FLOOR): elements of blocks with m > t saturate;
+        rceil: where m > t, so that none does (cuBLAS, torchao RCEIL);
+        even: where m rounds up to 2 at the element's mantissa_bits (torchao EVEN, compressed-tensors).
+    Below 2**-126 it is 0: the f32 of E8M0's byte 0 would be subnormal. Elements may round up to 2**128, which is inf.
+    """
+    exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), _HIDDEN)
+    carry = {"floor": 0, "rceil": _MANTISSA - fraction, "even": _HIDDEN >> (mantissa_bits + 1)}[rule]
+    power = ((_bits(amax) + carry) & _EXPONENT) - (exponent - 127) * _HIDDEN
+    return jnp.where(amax < jnp.inf, _floats(jnp.maximum(power, 0)), jnp.nan)
 
 
 def div_rn(a: Array | float, b: Array | float) -> Array:

@@ -1,15 +1,18 @@
 """Quantize, pack and unpack block-scaled tensors. K, the contraction axis, is last; a unit shares one global scale.
 
-The arithmetic is DESIGN section 4's, in f32 (it reproduces Transformer Engine's reference quantizer bit for bit):
+The arithmetic is DESIGN section 4's, in f32. NVFP4 reproduces Transformer Engine's reference quantizer bit for bit:
 
     G = min(2688 / amax, FLT_MAX), 1 if amax == 0     s = e4m3(min(amax_block * (G * f32(1/6)), 448))
     q = e2m1(clip(x * (1 / (s * (1/G))), -6, 6))      S = amax / 2688                     dq = q * (s * S)
 
-Formats without block scales use S = amax / largest, q = round(x / S). `encode` is the one place that computes this; q
-is 0 where s is. S is 0 for units with amax below 2688 * 2**-126 = 3.2e-35, where it would be subnormal.
+Four-over-six has 1536 for 2688 and takes s of two candidates; tiles only widen amax_block. Without a global scale G = S
+= 1; E8M0 scales are powers of two by the format's rule, f32 scales are s = amax_block / largest, q = round(x / s), and
+formats without blocks S = amax / largest, q = round(x / S). `encode` is the one place that computes this; q is 0 where
+s is. S is 0 for units with amax below 2688 * 2**-126 = 3.2e-35, where it would be subnormal.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,12 +22,17 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import storage
-from quads_jax.quant.formats import E2M1, E4M3, BlockFormat, ElementFormat
-from quads_jax.quant.rounding import div_rn, round_to_grid
+from quads_jax.quant.formats import E2M1, E4M3, E8M0, F32, BlockFormat, ElementFormat
+from quads_jax.quant.rounding import div_rn, power_of_two_scale, round_stochastic, round_to_grid
 
 _FLT_MAX = float(np.finfo(np.float32).max)
 _UNIT_AXES = {"token": 1, "expert": 2, "tensor": None}  # trailing axes that share one global scale; None: all of them
-_CODECS = {E2M1: (storage.e2m1_encode, storage.e2m1_decode), E4M3: (storage.e4m3_encode, storage.e4m3_decode)}
+_CODECS = {
+    E2M1: (storage.e2m1_encode, storage.e2m1_decode),
+    E4M3: (storage.e4m3_encode, storage.e4m3_decode),
+    E8M0: (storage.e8m0_encode, storage.e8m0_decode),
+    F32: (lambda values: values, lambda stored: stored),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +41,10 @@ class BlockTensor:
     """A quantized f[..., K]: value = element * block scale * global scale. A pytree; never validated, see `check`.
 
     codes: u8 [..., K * bits / 8]; 4-bit elements two a byte (storage.pack_nibbles), 8-bit elements one a byte.
-    block_scale: u8 [..., K / block] scale bits, or None for formats without block scales.
-    global_scale: f32 of the tensor's rank, axes of size 1 where it is shared, so that it broadcasts against the tensor.
+    block_scale: u8 [..., K / block] scale bits, or f32 for F32 scales; None for formats without block scales. A row of
+        a tile holds the tile's scale: row slices stay tensors, and a kernel for 1x16 blocks reads 16x16 ones too.
+    global_scale: f32 of the tensor's rank, axes of size 1 where it is shared, so that it broadcasts against the tensor;
+        ones for formats without a global scale.
     layout: "linear", the order described here.
     """
 
@@ -59,11 +69,11 @@ class Encoded(NamedTuple):
     elements: Array  # [..., K] on the element grid, never -0
     block_scale: Array | None  # [..., K / block] on the scale grid
     global_scale: Array
-    amax: Array
+    amax: Array | None  # None for formats without a global scale: what `amax` of another call can be
 
     @property
     def values(self) -> Array:
-        """elements * block_scale, exact in bf16."""
+        """elements * block_scale, exact in bf16 if the format is."""
         return _scaled(self.elements, self.block_scale)
 
     @property
@@ -71,17 +81,28 @@ class Encoded(NamedTuple):
         """block_scale * global_scale, broadcastable to the elements: what one unit of an element is worth."""
         return _step(self.elements, self.block_scale, self.global_scale)
 
+    @property
+    def dequantized(self) -> Array:
+        """elements * (block_scale * global_scale)."""
+        return self.elements * self.step
 
-def quantize(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> BlockTensor:
+
+def quantize(
+    x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None, key: Array | None = None
+) -> BlockTensor:
     """f32 or bf16 [..., K] -> BlockTensor of the same shape.
 
     unit: "token" (a global scale per row), "expert" (per matrix, the last two axes) or "tensor".
     amax: the units' largest magnitude where known (calibrated, or another tensor's), broadcastable to the unit shape;
         elements beyond it may saturate. None measures it.
-    A unit with a non-finite element or amax gets global scale NaN, zero scales and zero codes; others do not change.
-    Raises ValueError if K is not a multiple of the block, for an unknown unit and for an amax of the wrong shape.
+    key: rounds elements stochastically, by this JAX random key; scales stay as they are, elements beyond the largest
+        saturate. None rounds to nearest.
+    A unit with a non-finite element or amax gets global scale NaN, zero scales and zero codes; in formats without a
+    global scale, a block (or tile) with a non-finite element gets block scale NaN and zero codes. Others do not change.
+    Raises ValueError if K or a tile's rows do not divide into blocks, for an unknown unit or one smaller than a tile,
+    and for an amax of the wrong shape or without use.
     """
-    return to_block_tensor(encode(x, fmt, unit=unit, amax=amax), fmt)
+    return to_block_tensor(encode(x, fmt, unit=unit, amax=amax, key=key), fmt)
 
 
 def dequantize(t: BlockTensor, dtype: DTypeLike = jnp.float32) -> Array:
@@ -93,45 +114,62 @@ def dequantize(t: BlockTensor, dtype: DTypeLike = jnp.float32) -> Array:
 
 
 def values(t: BlockTensor) -> Array:
-    """BlockTensor -> f32 [..., K] of element * block scale, exact in bf16: a GEMM operand, global_scale to follow."""
+    """BlockTensor -> f32 [..., K] of element * block scale, exact in bf16: a GEMM operand, global_scale to follow.
+
+    Raises ValueError for formats in which it is not exact.
+    """
+    _check_exact(t.fmt)
     return _scaled(*_decode(t))
 
 
 def quantize_values(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> tuple[Array, Array]:
-    """values(t), t.global_scale of t = quantize(x, ...): the same bits, without packing."""
+    """values(t), t.global_scale of t = quantize(x, ...): the same bits and errors, without packing."""
+    _check_exact(fmt)
     e = encode(x, fmt, unit=unit, amax=amax)
     return e.values, e.global_scale
 
 
-def quantize_dequantize(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> Array:
+def quantize_dequantize(
+    x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None, key: Array | None = None
+) -> Array:
     """dequantize(quantize(x, ...)): the same bits, without packing. f32 [..., K]."""
-    e = encode(x, fmt, unit=unit, amax=amax)
-    return e.elements * e.step
+    return encode(x, fmt, unit=unit, amax=amax, key=key).dequantized
 
 
-def encode(x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None) -> Encoded:
+def encode(
+    x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None, key: Array | None = None
+) -> Encoded:
     """The quantizer's arithmetic, without packing; arguments and errors as `quantize`."""
-    if not fmt.has_global:
-        raise NotImplementedError(f"format {fmt.name} has no global scale: only formats with one are implemented")
     x = x.astype(jnp.float32)
-    block_amax = _block_amax(x, fmt.block)
-    measured = jnp.max(block_amax, axis=_unit_axes(unit, x.shape), keepdims=True, initial=0.0)
-    amax = measured if amax is None else _broadcast_amax(amax, measured.shape)
-    finite = jnp.isfinite(measured) & (amax >= 0) & (amax < jnp.inf)
-    amax = jnp.where(finite, amax, jnp.nan)
-    global_scale = div_rn(amax, fmt.largest)
+    axes = _unit_axes(unit, x.shape, fmt)
+    block_amax = _block_amax(x, fmt)
+    measured = jnp.max(block_amax, axis=axes, keepdims=True, initial=0.0)
+    if fmt.has_global:
+        amax = measured if amax is None else _broadcast_amax(amax, measured.shape)
+        finite = jnp.isfinite(measured) & (amax >= 0) & (amax < jnp.inf)
+        amax = jnp.where(finite, amax, jnp.nan)
+        global_scale = div_rn(amax, fmt.largest)
+    elif amax is not None:
+        raise ValueError(f"format {fmt.name} has no global scale, so amax has no effect: leave it out")
+    else:
+        finite, global_scale = block_amax < jnp.inf, jnp.ones_like(measured)
 
     if fmt.block is None:
-        usable = global_scale > 0
-        ratio = div_rn(x, jnp.where(usable, global_scale, 1.0))
-        return Encoded(_round(jnp.where(usable, ratio, 0.0), fmt.element), None, global_scale, amax)
-
-    gain = jnp.minimum(div_rn(fmt.largest, jnp.where(amax > 0, amax, fmt.largest)), _FLT_MAX)  # 1 without a usable amax
-    block_scale = _round(jnp.where(finite, block_amax * (gain * np.float32(1.0 / fmt.element.max)), 0.0), fmt.scale)
-    step = block_scale * div_rn(1.0, gain)
-    # The division comes last: XLA's CPU fusion recomputes per element whatever cheap operation follows it.
-    factor = storage.expand_scales(div_rn(1.0, jnp.where(step > 0, step, jnp.inf)), fmt.block)
-    return Encoded(_round(jnp.where(factor > 0, x * factor, 0.0), fmt.element), block_scale, global_scale, amax)
+        return Encoded(_divide(x, global_scale, fmt.element, key), None, global_scale, amax)
+    if fmt.scale == F32:
+        block_scale = jnp.where(finite, div_rn(block_amax, fmt.element.max), jnp.nan)
+        return Encoded(_divide(x, _spread(block_scale, x), fmt.element, key), block_scale, global_scale, amax)
+    if fmt.scale == E8M0:
+        block_scale = power_of_two_scale(block_amax, fmt.rule, fmt.element.mantissa_bits, fmt.element.max)
+        return Encoded(_multiply(x, block_scale, fmt, key), block_scale, global_scale, amax)
+    gain = _gain(amax, fmt) if fmt.has_global else 1.0
+    if fmt.choice is None:
+        scaled = block_amax * (gain * np.float32(1.0 / fmt.element.max))
+        block_scale = _round(jnp.where(finite, scaled, 0.0 if fmt.has_global else jnp.nan), fmt.scale)
+    else:
+        block_scale = jnp.where(finite, _four_over_six(x, block_amax, amax, gain, fmt), 0.0)
+    elements = _multiply(x, block_scale * div_rn(1.0, gain), fmt, key)
+    return Encoded(elements, block_scale, global_scale, amax)
 
 
 def to_block_tensor(e: Encoded, fmt: BlockFormat) -> BlockTensor:
@@ -144,7 +182,8 @@ def check(t: BlockTensor) -> BlockTensor:
     """Returns t. Raises ValueError if the shapes or dtypes of its arrays do not fit together."""
     _expect("codes", t.codes, t.codes.shape, jnp.uint8, t)
     if t.fmt.block is not None:
-        _expect("block_scale", t.block_scale, (*t.shape[:-1], _num_blocks(t.shape[-1], t.fmt.block)), jnp.uint8, t)
+        dtype = jnp.float32 if t.fmt.scale == F32 else jnp.uint8
+        _expect("block_scale", t.block_scale, (*t.shape[:-1], _num_blocks(t.shape[-1], t.fmt.block, "K")), dtype, t)
     elif t.block_scale is not None:
         raise ValueError(f"{t.fmt.name} has no block scales, but block_scale is {t.block_scale.shape}: pass None")
     have = t.global_scale.shape
@@ -160,8 +199,58 @@ def _expect(name: str, array: Array | None, shape: tuple[int, ...], dtype: DType
         raise ValueError(f"{name} of a {t.fmt.name} tensor of shape {t.shape} is {have}, expected {want}")
 
 
-def _round(x: Array, element: ElementFormat) -> Array:
-    return round_to_grid(x, element.mantissa_bits, element.min_exponent, element.max)
+def _check_exact(fmt: BlockFormat) -> None:
+    if not fmt.exact_in_bf16:
+        raise ValueError(
+            f"element * block scale of format {fmt.name} is not exact in bf16, so it is no GEMM operand with the scale "
+            "to follow: use quantize_dequantize, or a format with exact_in_bf16"
+        )
+
+
+def _round(x: Array, element: ElementFormat, key: Array | None = None) -> Array:
+    if key is None:
+        return round_to_grid(x, element.mantissa_bits, element.min_exponent, element.max)
+    uniform = jax.random.uniform(key, x.shape)
+    return round_stochastic(x, uniform, element.mantissa_bits, element.min_exponent, element.max)
+
+
+def _divide(x: Array, scale: Array, element: ElementFormat, key: Array | None) -> Array:
+    """Elements by division, 0 where the scale is 0 or NaN."""
+    usable = scale > 0
+    ratio = div_rn(x, jnp.where(usable, scale, 1.0))
+    return _round(jnp.where(usable, ratio, 0.0), element, key)
+
+
+def _multiply(x: Array, step: Array, fmt: BlockFormat, key: Array | None = None) -> Array:
+    """Elements by each block's reciprocal step, 0 where the step is 0 or NaN."""
+    # The division comes last: XLA's CPU fusion recomputes per element whatever cheap operation follows it.
+    factor = storage.expand_scales(div_rn(1.0, jnp.where(step > 0, step, jnp.inf)), fmt.block)
+    return _round(jnp.where(factor > 0, x * factor, 0.0), fmt.element, key)
+
+
+def _gain(amax: Array, fmt: BlockFormat) -> Array:
+    """The factor that maps amax to the format's largest value; 1 without a usable amax."""
+    return jnp.minimum(div_rn(fmt.largest, jnp.where(amax > 0, amax, fmt.largest)), _FLT_MAX)
+
+
+def _four_over_six(x: Array, block_amax: Array, amax: Array, gain: Array, fmt: BlockFormat) -> Array:
+    """The block scale that maps amax_block to 6, or 1.5 times that, which maps it to 4, where its error is lower.
+
+    As Transformer Engine and fouroversix: errors of the values ((q * s) * amax) / 1536, summed from left to right.
+    """
+    base = lax.optimization_barrier(div_rn(block_amax, fmt.element.max) * gain)
+    six, four = (_round(candidate, fmt.scale) for candidate in (base, 1.5 * base))
+    inverse = div_rn(1.0, gain)
+
+    def error(block_scale):
+        products = _scaled(_multiply(x, block_scale * inverse, fmt), block_scale) * amax
+        off = div_rn(products, fmt.largest) - x
+        off = jnp.abs(off) if fmt.choice == "absolute" else jnp.square(off)
+        off = jnp.where(off < jnp.inf, off, jnp.inf)  # keeps XLA from contracting square and sum
+        blocks = off.reshape(*block_scale.shape, fmt.block)
+        return functools.reduce(jnp.add, (blocks[..., i] for i in range(fmt.block)))
+
+    return jnp.where(error(four) < error(six), four, six)
 
 
 def _to_bytes(x: Array, element: ElementFormat) -> Array:
@@ -190,27 +279,41 @@ def _spread(block_scale: Array, elements: Array) -> Array:
     return storage.expand_scales(block_scale, elements.shape[-1] // max(block_scale.shape[-1], 1))
 
 
-def _block_amax(x: Array, block: int | None) -> Array:
-    """Largest |x| per block, [..., K / block], or |x| without blocks. NaN becomes inf: XLA's CPU maximum loses it."""
+def _block_amax(x: Array, fmt: BlockFormat) -> Array:
+    """Largest |x| of each block or tile, [..., K / block], equal in the rows of a tile; |x| without blocks.
+
+    NaN becomes inf: XLA's CPU maximum loses it.
+    """
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-    if block is None:
+    if fmt.block is None:
         return magnitude
-    return jnp.max(magnitude.reshape(*x.shape[:-1], _num_blocks(x.shape[-1], block), block), axis=-1)
+    amax = jnp.max(magnitude.reshape(*x.shape[:-1], _num_blocks(x.shape[-1], fmt.block, "K"), fmt.block), axis=-1)
+    if fmt.rows == 1:
+        return amax
+    *lead, rows, blocks = amax.shape
+    tiles = jnp.max(amax.reshape(*lead, _num_blocks(rows, fmt.rows, "N"), fmt.rows, blocks), axis=-2, keepdims=True)
+    return jnp.broadcast_to(tiles, (*lead, rows // fmt.rows, fmt.rows, blocks)).reshape(amax.shape)
 
 
-def _num_blocks(width: int, block: int) -> int:
-    if width % block:
-        raise ValueError(f"K={width} is not a multiple of the block of {block}: pad K to {-(-width // block) * block}")
-    return width // block
+def _num_blocks(size: int, block: int, axis: str) -> int:
+    if size % block:
+        padded = -(-size // block) * block
+        raise ValueError(f"{axis}={size} is not a multiple of the block of {block}: pad {axis} to {padded}")
+    return size // block
 
 
-def _unit_axes(unit: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _unit_axes(unit: str, shape: tuple[int, ...], fmt: BlockFormat) -> tuple[int, ...]:
     if unit not in _UNIT_AXES:
         raise ValueError(f"unknown unit {unit!r}: choose one of {', '.join(_UNIT_AXES)}")
     shared = len(shape) if _UNIT_AXES[unit] is None else _UNIT_AXES[unit]
     if not 1 <= shared <= len(shape):
         raise ValueError(f"unit {unit!r} needs at least {max(shared, 1)} axes, but the array has shape {shape}")
+    if shared == 1 and fmt.rows > 1:
+        raise ValueError(
+            f"tiles of format {fmt.name} have {fmt.rows} rows, but a unit {unit!r} of shape {shape} has one: "
+            "choose expert or tensor for a matrix"
+        )
     return tuple(range(len(shape) - shared, len(shape)))
 
 

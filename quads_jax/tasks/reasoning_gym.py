@@ -271,7 +271,7 @@ class ReasoningGym(Task):
             fault = f"is not fit ({UNFIT[self.generator]})" if self.generator in UNFIT else "is unknown"
             choices = ", ".join(GENERATORS)
             raise ValueError(f"{self.name}: generator={self.generator!r} {fault}: choose one of {choices}")
-        if self.grade not in (0, 1, 2):
+        if type(self.grade) is not int or self.grade not in (0, 1, 2):
             raise ValueError(f"{self.name}: grade={self.grade} is out of range: choose 0, 1 or 2")
 
     @property

@@ -1,16 +1,29 @@
 """Error measures on hand-made data."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from quads_jax.quant import error
-from quads_jax.quant.error import relative_error, sqnr_db
+from quads_jax.quant import error, tensor
+from quads_jax.quant.error import (
+    concentration,
+    decibels,
+    flipped_codes,
+    relative_error,
+    relative_error_by_group,
+    sqnr_db,
+)
 from quads_jax.quant.formats import FP8, NVFP4
 
-flushed_blocks, dead_zone, saturation_rate = (
-    jax.jit(f, static_argnames=("fmt", "unit")) for f in (error.flushed_blocks, error.dead_zone, error.saturation_rate)
-)
+flushed_blocks, dead_zone, saturation_rate, quantize, quantize_dequantize = (
+    jax.jit(f, static_argnames=("fmt", "unit"))
+    for f in (
+        error.flushed_blocks, error.dead_zone, error.saturation_rate, tensor.quantize, tensor.quantize_dequantize
+    )
+)  # fmt: skip
 
 
 def test_relative_error_and_sqnr():
@@ -19,6 +32,37 @@ def test_relative_error_and_sqnr():
     assert np.isclose(sqnr_db(x, xq), 20.0, rtol=1e-6)  # observed error 0
     assert float(relative_error(x, x)) == 0 and float(sqnr_db(x, x)) == np.inf
     assert float(relative_error(jnp.zeros(3), jnp.zeros(3))) == 0
+
+
+def test_decibels():
+    assert np.isclose(decibels(jnp.float32(0.1)), 20, rtol=1e-6)  # observed error 0
+    assert np.isclose(decibels(jnp.float32(10)), -20, rtol=1e-6)
+    assert float(decibels(jnp.float32(0))) == np.inf
+
+
+def test_relative_error_by_group_is_that_of_its_rows():
+    rng = np.random.default_rng(0)
+    x, ids = rng.normal(size=(9, 2, 5)), np.array([2, 0, 2, 3, 3, 0, 2, 0, 3])
+    xq = x + 0.1 * rng.normal(size=x.shape) * (ids != 3)[:, None, None]
+    got = relative_error_by_group(jnp.float32(x), jnp.float32(xq), jnp.array(ids), 4)
+    want = [np.linalg.norm((x - xq)[ids == g]) / np.linalg.norm(x[ids == g]) for g in (0, 2)]
+    np.testing.assert_allclose(got[jnp.array([0, 2])], want, rtol=1e-5)  # observed 3e-7
+    assert float(got[1]) == 0 and float(got[3]) == 0  # no rows; no error
+
+
+@pytest.mark.parametrize(("fmt", "grid"), [(NVFP4, [2688, 1344, -448, 0, 224]), (FP8, [448, -416, 0, 2**-9])])
+def test_a_tensor_on_the_grid_has_no_error(fmt, grid):
+    x = jnp.float32(np.resize(grid, (4, 32)))  # amax is the format's largest value, so every scale is a power of two
+    xq = quantize_dequantize(x, fmt, unit="tensor")
+    assert float(relative_error(x, xq)) == 0 and float(sqnr_db(x, xq)) == np.inf
+    assert float(dead_zone(x, fmt, unit="tensor")) == 0 and float(saturation_rate(x, fmt, unit="tensor")) == 0
+
+
+@pytest.mark.parametrize(("fmt", "want"), [(NVFP4, 20.43), (FP8, 31.55)])
+def test_sqnr_of_gaussian_data(fmt, want):
+    x = jnp.float32(np.random.default_rng(0).normal(size=(1024, 1024)))
+    got = sqnr_db(x, quantize_dequantize(x, fmt, unit="tensor"))
+    assert abs(float(got) - want) < 0.05  # observed: 20.444, 31.542
 
 
 def test_flushed_blocks_and_dead_zone():
@@ -42,3 +86,38 @@ def test_saturation_rate():
     for fmt in (NVFP4, FP8):
         assert float(saturation_rate(x, fmt, unit="tensor")) == 0  # the maximum itself is held
         assert float(saturation_rate(x, fmt, unit="tensor", amax=8.0)) == 0.5
+        assert float(saturation_rate(np.pad(x, ((0, 3), (0, 0))), fmt, unit="token", amax=8.0)) == 0.5  # zero rows
+
+
+def test_flipped_codes():
+    x = np.ones((2, 32), np.float32)
+    old = quantize(x, NVFP4, unit="tensor")
+    assert float(flipped_codes(old, old)) == 0
+    assert float(flipped_codes(old, quantize(2 * x, NVFP4, unit="tensor"))) == 0  # only the scale changed
+    for column in (4, 5):  # either nibble of a byte
+        y = x.copy()
+        y[1, column] = 0.5
+        assert float(flipped_codes(old, quantize(y, NVFP4, unit="tensor"))) == 1 / 64
+    assert float(flipped_codes(quantize(x, FP8, unit="tensor"), quantize(y, FP8, unit="tensor"))) == 1 / 64
+    with pytest.raises(ValueError, match=r"\('fp8', \(2, 32\), 'linear'\) is no version of \('nvfp4', \(2, 32\)"):
+        flipped_codes(old, quantize(x, FP8, unit="tensor"))
+    with pytest.raises(ValueError, match="pack both for one precision"):
+        flipped_codes(old, dataclasses.replace(old, layout="permuted"))
+
+
+def test_concentration():
+    ratios = (0, 1 / 8, 1 / 4, 1 / 2, 1)
+    one = np.zeros(64, np.float32)
+    one[37] = 3
+    np.testing.assert_array_equal(concentration(one, ratios), [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(concentration(one, ratios, 16), [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(concentration(np.ones(64, np.float32), ratios), ratios)
+    # whole blocks: 1/8 of 64 is one block of 16, a quarter
+    np.testing.assert_array_equal(concentration(np.ones(64, np.float32), ratios, 16), [0, 1 / 4, 1 / 4, 1 / 2, 1])
+    np.testing.assert_array_equal(concentration(np.zeros(64, np.float32), ratios), np.zeros(5))
+    # two rows with channels of their own: both choose their largest
+    own = np.float32([[4, 0, 1, 3], [0, 4, 3, 1]])
+    np.testing.assert_array_equal(concentration(own, (1 / 4, 1 / 2)), [8 / 16, 14 / 16])
+    np.testing.assert_array_equal(concentration(own.sum(0), (1 / 4, 1 / 2)), [4 / 16, 8 / 16])
+    # blocks compete by their sums, not by their largest channel; the last block may be partial
+    np.testing.assert_array_equal(concentration(np.float32([5, 0, 3, 3, 1]), (1 / 5, 1), 2), [6 / 12, 1])

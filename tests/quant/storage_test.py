@@ -36,6 +36,19 @@ def test_nan_is_defined():
     assert np.isnan(storage.e4m3_decode(jnp.uint8(0x7F))) and np.isnan(storage.e4m3_decode(jnp.uint8(0xFF)))
 
 
+def test_e8m0_is_the_exponent_field():
+    codes = np.arange(256, dtype=np.uint8)
+    want = codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    want[0] = 0  # 2**-127 is subnormal: it is flushed on CPUs, and 0 here
+    for decode, encode in (
+        (storage.e8m0_decode, storage.e8m0_encode),
+        map(jax.jit, (storage.e8m0_decode, storage.e8m0_encode)),
+    ):
+        np.testing.assert_array_equal(decode(codes), want)
+        np.testing.assert_array_equal(encode(want), codes)
+    assert int(storage.e8m0_encode(jnp.float32(-np.nan))) == 255
+
+
 def test_element_zero_is_in_the_low_nibble():
     assert np.asarray(storage.pack_nibbles(jnp.uint8([[1, 2, 0xF, 0]]))).tolist() == [[0x21, 0x0F]]
 
