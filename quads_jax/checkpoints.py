@@ -27,6 +27,7 @@ from quads_jax.models.decoder import init_params
 from quads_jax.rl.types import TrainState
 
 SHIPPED = Path(__file__).parent / "assets" / "tiny_chain_sum.msgpack"
+PART_BYTES = 15 * 2**20  # of a weights file
 FORMAT = 1  # of checkpoints: what `Checkpoints` writes, and the newest that it reads
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -36,6 +37,7 @@ LOCK = ".lock"
 
 def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info: dict[str, Any]) -> None:
     """Writes params rounded to BF16 to `path` (msgpack) and {"model", "sha256", **info} to `path`.json, each by rename.
+    What exceeds PART_BYTES goes on in `path`.part1.msgpack and so on, "parts" in all: files that any channel carries.
 
     A policy is rounded to BF16 before anything is computed with it, so a rollout from the file equals one from the f32
     masters.
@@ -43,10 +45,16 @@ def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = flax.serialization.to_bytes(jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params))
-    meta = {"model": config_tree.to_json(model), **info}
+    parts = range(max(1, -(-len(data) // PART_BYTES)))
+    meta = {"model": config_tree.to_json(model), "parts": len(parts), **info}
     meta["sha256"] = _digest(data, meta)
     write_json(path.with_suffix(".json"), meta)
-    _replace(path, data)
+    for i in parts:
+        _replace(_part(path, i), data[i * PART_BYTES : (i + 1) * PART_BYTES])
+
+
+def _part(path: Path, i: int) -> Path:
+    return path.with_suffix(f".part{i}{path.suffix}") if i else path
 
 
 def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, Any]]:
@@ -56,16 +64,20 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
     hold the tensors that its model config asks for.
     """
     path = _weights_path(path)
-    for needed in (path, path.with_suffix(".json")):
-        if not needed.is_file():
-            raise ValueError(f"no weights file {needed}: give a path written by the warm start, or 'shipped'")
-    data = path.read_bytes()
+    description = path.with_suffix(".json")
+    _need_file(path)
+    _need_file(description)
     try:
-        meta = json.loads(path.with_suffix(".json").read_text())
-        expected, found = meta["sha256"], _digest(data, meta)
-        model = config_tree.from_json(ModelConfig, meta.pop("model"))
+        meta = json.loads(description.read_text())
+        files = [_part(path, i) for i in range(meta.get("parts", 1))]
+        expected, model = meta["sha256"], config_tree.from_json(ModelConfig, meta["model"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.with_suffix('.json')} is not the description of a weights file: {error!r}") from error
+        raise ValueError(f"{description} is not the description of a weights file: {error!r}") from error
+    for file in files:
+        _need_file(file)
+    data = b"".join(file.read_bytes() for file in files)
+    found = _digest(data, meta)
+    del meta["model"]
     if found != expected:
         raise ValueError(
             f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {expected[:12]}"
@@ -73,6 +85,11 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
     params = flax.serialization.msgpack_restore(data)
     _check_shapes(path, params, model)
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float32), params), model, meta
+
+
+def _need_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"no weights file {path}: give a path written by the warm start, or 'shipped'")
 
 
 def weights_sha256(path: str | os.PathLike) -> str:

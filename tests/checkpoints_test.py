@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from quads_jax import config_tree
+from quads_jax import checkpoints, config_tree
 from quads_jax.checkpoints import SHIPPED, load_weights, save_weights
 from quads_jax.config import WarmStartConfig
 from quads_jax.models.decoder import parameter_count
@@ -48,6 +48,23 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     assert meta["model"]["d_expert"] == 32
     save_weights(path, params(), dataclasses.replace(MODEL, d_expert=48), {})  # tensors of another model
     with pytest.raises(ValueError, match=r"does not fit its model config:\n.*down.*\(2, 4, 32, 32\).*\(2, 4, 32, 48\)"):
+        load_weights(path)
+
+
+def test_large_weights_are_written_in_parts(tmp_path, monkeypatch):
+    whole, path = tmp_path / "whole.msgpack", tmp_path / "w.msgpack"
+    save_weights(whole, params(), MODEL, {})
+    size = whole.stat().st_size
+    monkeypatch.setattr(checkpoints, "PART_BYTES", size // 3)
+    save_weights(path, params(), MODEL, {})
+    parts = [path, *sorted(tmp_path.glob("w.part*.msgpack"))]
+    assert len(parts) == 4 and max(part.stat().st_size for part in parts) <= size // 3
+    assert b"".join(part.read_bytes() for part in parts) == whole.read_bytes()
+    tree, model, _ = load_weights(path)
+    assert model == MODEL
+    jax.tree.map(np.testing.assert_array_equal, tree, load_weights(whole)[0])
+    parts[2].unlink()
+    with pytest.raises(ValueError, match="no weights file .*w.part2.msgpack"):
         load_weights(path)
 
 
