@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from absl import app, flags
+from absl import logging as absl_logging
 
 from quads_jax import config_tree
 from quads_jax.checkpoints import LOCK, RunFolderError, locked, read_json, write_json
@@ -29,6 +30,7 @@ from quads_jax.tasks import TASKS
 from quads_jax.train import Stopped, WeakStart, load_start, setup, train
 
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports every backend that is not installed
+absl_logging.set_verbosity(absl_logging.WARNING)  # orbax reports every step of a save
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent.parent
