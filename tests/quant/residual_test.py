@@ -105,7 +105,8 @@ def test_compensate(fmt, unit):
     assert not np.asarray(none[1]).any()
     np.testing.assert_array_equal(half[1], np.where(np.arange(64) < 32, every[1], 0))  # whole blocks: the same bits
     error = [float(relative_error(X, (xq + rq) * s)) for xq, rq, s in (none, half, every)]
-    assert error[1] < 0.75 * error[0] and error[2] < 0.15 * error[0]  # observed .64 to .69 and .012 to .12
+    full = 0.15 if fmt is MXFP4_EVEN else 0.1  # its scales are powers of two: observed .12, the others .012 to .093
+    assert error[1] < 0.75 * error[0] and error[2] < full * error[0]  # observed .64 to .69
     by_function = jit_compensate_half(X, fmt=fmt, unit=unit)
     jax.tree.map(np.testing.assert_array_equal, by_function, half)
 
