@@ -17,10 +17,10 @@ EXPERIMENTS = {
     "inspect": "experiments.inspect_model",
     "quantizer_speed": "experiments.quantizer_speed",
     "batch_shape": "experiments.batch_shape",
-    "gpu_list": "experiments.gpu_list",
-    "prototype": "experiments.prototype",
-    "mixture": "experiments.mixture",
+    "sweep": "experiments.sweep",
+    "paper": "experiments.paper.main",
     "report": "experiments.report",
+    "replay": "experiments.replay",
 }
 
 _EXPERIMENT = flags.DEFINE_string("experiment", "main", f"One of {', '.join(EXPERIMENTS)}.")

@@ -15,8 +15,8 @@ from quads_jax.checkpoints import load_weights
 from quads_jax.config import SHIPPED_TASK, TrainConfig, parse_recipe
 from quads_jax.pack import pack
 from quads_jax.rl.rollout import score
+from quads_jax.step import init_state, setup, supervised_batch
 from quads_jax.tasks.base import Task
-from quads_jax.train import init_state, setup, supervised_batch
 
 ROWS = 256
 CHUNKS = (64, 16, 1)

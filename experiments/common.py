@@ -23,11 +23,14 @@ from absl import logging as absl_logging
 
 from quads_jax import config_tree
 from quads_jax.checkpoints import LOCK, RunFolderError, locked, read_json, write_json
-from quads_jax.config import TrainConfig, changed_fields, check_train
+from quads_jax.config import TrainConfig, changed_fields, check_train, read_config
+from quads_jax.device import OutOfMemory, deterministic
 from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
+from quads_jax.start import WeakStart, load_start
+from quads_jax.step import setup
 from quads_jax.tasks import TASKS
-from quads_jax.train import Stopped, WeakStart, load_start, setup, train
+from quads_jax.train import Stopped, train
 
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports every backend that is not installed
 absl_logging.set_verbosity(absl_logging.WARNING)  # orbax reports every step of a save
@@ -42,8 +45,16 @@ flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-T
 flags.DEFINE_multi_string(
     "set", [], "Override of one config value, path=value, e.g. --set=optim.learning_rate=3e-4; repeatable."
 )
+flags.DEFINE_string(
+    "config", None, "train, warm_start, evaluate, sweep: begin with a config.json of this kind, not with the defaults."
+)
 flags.DEFINE_bool("resume", False, "main, train: continue the job in --workdir, or start it if there is none yet.")
-flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a list's commands, and stop.")
+flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a sweep's commands, and stop.")
+flags.DEFINE_bool(
+    "deterministic",
+    False,
+    "main, train, warm_start, sweep: the same bits in every run on such a device; a CPU gives them anyway.",
+)
 flags.DEFINE_string(
     "task",
     None,
@@ -54,17 +65,44 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("steps", None, "Steps a run.")
 flags.DEFINE_integer("seeds", None, "Number of seeds, 0..N-1, each a run.")
-# of lists: gpu_list, prototype, mixture
-flags.DEFINE_list("recipes", None, "Lists: which recipes, NAME or NAME:RATIO, e.g. BF16,QUADS:0.5.")
-flags.DEFINE_list("old_logps", None, "Lists: whose old log-probs, trainer and/or behaviour.")
-flags.DEFINE_integer("parallel", 1, "Lists: processes at once, sharing device memory.", lower_bound=1)
+# of sweeps
+flags.DEFINE_string("sweep", None, "A named sweep, such as prototype or mixture; --grid replaces its axes.")
+flags.DEFINE_multi_string(
+    "grid",
+    [],
+    "Sweep: an axis, path=VALUE,VALUE; all combinations of several. Path recipe takes NAME[:RATIO[:POLICY]]; brackets "
+    "hold a value with commas, recipe.roles=[experts,attention],[experts].",
+)
+flags.DEFINE_multi_string("zip", [], "Sweep: paths that change in step, 'path=VALUE,VALUE;path=VALUE,VALUE'.")
+flags.DEFINE_multi_string(
+    "random", [], "Sweep: an axis that is drawn, path=log(a,b), uniform(a,b), int(a,b) or choice(a,b,...)."
+)
+flags.DEFINE_integer("samples", None, "Sweep: how many settings of the random axes.")
+flags.DEFINE_integer("random_seed", 0, "Sweep: of the draws of random axes.")
+flags.DEFINE_multi_string("baseline", [], "Sweep: what the other settings are compared with, path=VALUE.")
+flags.DEFINE_integer(
+    "parallel",
+    None,
+    "Sweep: points at once, each on its own GPU (or share of one), or on its share of the CPU cores; default 1, with "
+    "--slurm all.",
+    lower_bound=1,
+)
 flags.DEFINE_float(
-    "budget_seconds", None, "Lists: after so long no point starts and running ones end.", lower_bound=0.0
+    "budget_seconds",
+    None,
+    "Sweep: after so long no point starts, and running ones save after their step and end.",
+    lower_bound=0.0,
 )
+flags.DEFINE_bool("retry_failed", False, "Sweep: start points again that failed; by default they are left alone.")
 flags.DEFINE_string(
-    "warm_starts", None, "Lists that make warm starts: the folder that keeps them; default WORKDIR/warm_starts."
+    "slurm",
+    None,
+    "Sweep: a SLURM job a point, with these parameters of submitit, e.g. partition=gpu,timeout_min=240,gpus_per_node=1 "
+    "(timeout_min is 1440 unless given); cluster=local runs the jobs on this machine.",
 )
-flags.DEFINE_bool("smoke", False, "prototype, mixture: a list of tiny runs, for a CPU.")
+flags.DEFINE_string("warm_starts", None, "Sweep: the folder that keeps its warm starts; default WORKDIR/warm_starts.")
+flags.DEFINE_bool("smoke", False, "Named sweep, paper: its tiny form, for a CPU.")
+flags.DEFINE_string("figure", None, "paper: 1 to 7, 8a, table2, table3, table3_trained or dual_clip.")
 
 
 def refuse_unused(*used: str) -> None:
@@ -86,10 +124,12 @@ def usage_errors():
 
 
 def configured(config: Any) -> Any:
-    """`config` with --task, --recipe, --steps and then every --set applied; a bad one raises UsageError with the valid
-    choices.
+    """`config`, or the one of its class in the file of --config, with --task, --recipe, --steps and then every --set
+    applied; a bad one raises UsageError with the valid choices.
     """
     with usage_errors():
+        if FLAGS["config"].present:
+            config = read_config(type(config), FLAGS.config)
         if FLAGS["task"].present:
             if FLAGS.task not in TASKS:
                 raise ValueError(f"unknown task {FLAGS.task!r}; tasks are {', '.join(TASKS)}")
@@ -115,16 +155,19 @@ def flags_for(config: Any, default: Any) -> tuple[str, ...]:
     for path in config_tree.leaf_paths(config):
         value = operator.attrgetter(path)(config)
         if value != operator.attrgetter(path)(default):
-            text = f"{path}={_text(value)}"
-            default = config_tree.override(default, text)  # raises where the text does not say the value
-            chosen.append(f"--set={text}")
+            setting = f"{path}={text(value)}"
+            default = config_tree.override(default, setting)
+            if (read := operator.attrgetter(path)(default)) != value:
+                shown = config_tree.show
+                raise ValueError(f"{path}={shown(value)} cannot be said by a flag: its text is read as {shown(read)}")
+            chosen.append(f"--set={setting}")
     return tuple(chosen)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     """A config value as `config_tree.override` reads it."""
     if isinstance(value, tuple):
-        return ",".join(map(_text, value))
+        return ",".join(map(text, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -226,6 +269,8 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
     failure. With --resume it continues the job of --workdir.
     """
     with usage_errors():
+        if FLAGS.deterministic:
+            deterministic()
         labels = [check_train(c).label for c in configs]
         for config in {c.init: c for c in configs}.values():
             setup(config, load_start(config)[1])
@@ -234,6 +279,7 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
         "command": command(experiment),
         "commit": commit(),
         "device": device(),
+        "deterministic": FLAGS.deterministic,
         "recipes": list(dict.fromkeys(labels)),
         "runs": [{"label": label, **config_tree.to_json(c)} for label, c in zip(labels, configs, strict=True)],
     }
@@ -264,7 +310,13 @@ def continued(job: dict[str, Any], workdir: Path) -> dict[str, Any]:
             raise ValueError(f"--workdir={workdir} holds no job to continue; choose its folder, or an empty one")
         return job
     before = read_json(path)
-    runs = [(f"{run['label']}/seed{run['seed']}", run) for run in before.get("runs", ())]
+    try:
+        runs = [(f"{run['label']}/seed{run['seed']}", run) for run in before["runs"]]
+        both = {key: ", ".join(dict.fromkeys((*before[key].split(", "), job[key]))) for key in ("commit", "device")}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not describe a job ({error!r}): restore it, or choose another --workdir"
+        ) from error
     if [name for name, _ in runs] != (names := [f"{run['label']}/seed{run['seed']}" for run in job["runs"]]):
         raise ValueError(
             f"--workdir={workdir} holds the runs {', '.join(name for name, _ in runs) or 'of no job'}, not "
@@ -275,7 +327,8 @@ def continued(job: dict[str, Any], workdir: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{workdir / name} has another config ({'; '.join(changed)}): give the same, or another --workdir"
             )
-    both = {key: ", ".join(dict.fromkeys((*before[key].split(", "), job[key]))) for key in ("commit", "device")}
+    if (mode := before.get("deterministic", False)) != job["deterministic"]:
+        raise ValueError(f"--workdir={workdir} was started with --deterministic={mode}: continue it so")
     return job | both
 
 
@@ -299,7 +352,7 @@ def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: P
     except Stopped as reason:
         print(f"\n{reason}", flush=True)
         sys.exit(EXIT_STOPPED)
-    except (WeakStart, RunFolderError) as error:
+    except (WeakStart, RunFolderError, FloatingPointError, OutOfMemory) as error:
         sys.exit(f"\n{error}")
     finally:
         progress.finish()

@@ -14,7 +14,7 @@ from quads_jax.metrics import duration
 
 
 def run() -> None:
-    common.refuse_unused("workdir", "set", "dry_run", "task")
+    common.refuse_unused("workdir", "config", "set", "dry_run", "task")
     config = common.configured(EvaluateConfig())
     with common.usage_errors():
         check_evaluate(config)

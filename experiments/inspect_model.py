@@ -14,7 +14,7 @@ from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.inspection import RATIOS, InspectConfig, Row, inspect_checkpoint, inspect_setup
-from quads_jax.report import COLOURS
+from quads_jax.plots import COLOURS
 
 # title: (key of a row, factor, digits)
 COLUMNS = {

@@ -18,7 +18,7 @@ RECIPES = (
 
 
 def run() -> None:
-    common.refuse_unused("workdir", "resume", "set", "dry_run", "steps", "seeds")
+    common.refuse_unused("workdir", "resume", "deterministic", "set", "dry_run", "steps", "seeds")
     base = common.configured(TrainConfig())
     shared = {"roles": base.recipe.roles, "dtype": base.recipe.dtype}
     if base.recipe != RecipeConfig(**shared):

@@ -1,4 +1,8 @@
-"""Speed of the jitted NVFP4 quantizer beside a copy of as many bytes, at 16 M elements, on whatever it runs on."""
+"""Speed of the NVFP4 quantizer, XLA's and on a GPU the Pallas kernel, beside a copy of as many bytes, at 16 M elements.
+
+A time is a slope: a program that goes MANY times over TENSORS tensors minus one that goes FEW times, in one loop on the
+device, so that dispatch and the allocation of results (8 to 19 us a tensor where each was returned) cancel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,34 +18,62 @@ import numpy as np
 from jax import lax
 
 from experiments import common
+from pallas_kernels.quantize import pallas_triton
 from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.tensor import dequantize, quantize
 
 SHAPE = (4096, 4096)
-SETS = 8  # different tensors, so that none is read from a cache
-REPEATS = 20
+TENSORS = 8  # different ones, so that none is read from a cache
+ROUNDS = {"cpu": (1, 2), "gpu": (4, 20)}  # FEW, MANY
+REPEATS = 40
 
 
-def each(fn: Callable, x: jax.Array) -> jax.Array:
-    """fn of every x[i] of [SETS, ...] one after the other, inside one program."""
-    return lax.map(fn, x)
+def program(fn: Callable, rounds: int, operands: list[Any]) -> Callable[[], float]:
+    """A function that returns the seconds of one run of fn on every operand, `rounds` times over, in one program."""
 
+    def run(operands, results):
+        def once(_, carry):
+            operands, _ = lax.optimization_barrier(carry)  # keeps the work in the loop
+            return operands, [fn(x) for x in operands]
 
-def seconds(fn: Callable, *args: jax.Array) -> np.ndarray:
-    """f64[REPEATS]: seconds a tensor of the jitted fn, which handles SETS of them."""
-    run = jax.jit(fn)
-    jax.block_until_ready(run(*args))
-    taken = []
-    for _ in range(REPEATS):
+        return lax.fori_loop(0, rounds, once, (operands, results))[1]
+
+    results = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, x)) for x in operands]
+    compiled = jax.jit(run, donate_argnums=1).lower(operands, results).compile()
+
+    def timed() -> float:
+        nonlocal results
         start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        taken.append((time.perf_counter() - start) / SETS)
-    return np.array(taken)
+        results = jax.block_until_ready(compiled(operands, results))
+        return time.perf_counter() - start
+
+    timed()
+    return timed
 
 
-def copied(size: int) -> jax.Array:
-    """SETS buffers whose copy reads and writes `size` bytes in all."""
-    return jnp.ones((SETS, size // 8), jnp.uint32)
+def microseconds(cases: dict[str, tuple[Callable, list[Any]]], few: int, many: int) -> dict[str, np.ndarray]:
+    """name -> (fn, operands) to name -> f64[REPEATS] of microseconds an operand; the programs take turns."""
+    programs = {name: [program(fn, rounds, xs) for rounds in (few, many)] for name, (fn, xs) in cases.items()}
+    seconds = np.array([[[p() for p in pair] for pair in programs.values()] for _ in range(REPEATS)])
+    slopes = 1e6 * (seconds[..., 1] - seconds[..., 0]) / ((many - few) * TENSORS)
+    return dict(zip(programs, slopes.T, strict=True))
+
+
+def cases_of(dtype: str) -> dict[str, tuple[Callable, list[Any]]]:
+    """What is timed for a dtype, the copy first: uint32 words whose copy reads and writes as many bytes."""
+    xs = [jax.random.normal(jax.random.key(i), SHAPE, dtype) for i in range(TENSORS)]
+    cases = {}
+    for unit in ("token", "tensor"):
+        pack = functools.partial(quantize, fmt=NVFP4, unit=unit)
+        packed = [jax.jit(pack)(x) for x in xs]
+        cases[f"quantize, unit {unit}, XLA"] = pack, xs
+        cases[f"dequantize, unit {unit}, XLA"] = functools.partial(dequantize, dtype=dtype), packed
+    if jax.default_backend() == "gpu":
+        cases["quantize, unit token, Pallas kernel"] = pallas_triton.quantize, xs
+        cases["quantize, amax given, Pallas kernel"] = functools.partial(pallas_triton.quantize, amax=3.0), xs
+    size = sum(a.nbytes for a in jax.tree.leaves((xs[0], packed[0])))
+    words = [jnp.full(size // 8, i, jnp.uint32) for i in range(TENSORS)]
+    return {"copy of as many bytes": (lambda a: a + jnp.uint32(1), words), **cases}
 
 
 def run() -> None:
@@ -50,21 +83,13 @@ def run() -> None:
     about = {"command": common.command("quantizer_speed"), "commit": common.commit(), "device": common.device()}
     rows = []
     for dtype in ("bfloat16", "float32"):
-        x = jax.random.normal(jax.random.key(0), (SETS, *SHAPE), dtype)
-        for unit in ("token", "tensor"):
-            pack = functools.partial(quantize, fmt=NVFP4, unit=unit)
-            packed = jax.jit(functools.partial(each, pack))(x)
-            size = (x.nbytes + sum(a.nbytes for a in jax.tree.leaves(packed))) // SETS
-            copy = seconds(functools.partial(each, lambda a: a + jnp.uint32(1)), copied(size))
-            cases = {"quantize": (pack, x), "dequantize": (functools.partial(dequantize, dtype=dtype), packed)}
-            for what, (fn, operand) in cases.items():
-                taken = seconds(functools.partial(each, fn), operand)
-                value, peer = 1e6 * np.median(taken), 1e6 * np.median(copy)
-                spread = [round(1e6 * float(v), 1) for v in np.percentile(taken, (10, 90))]
-                row = {"what": f"{what} NVFP4, {dtype}, unit {unit}", "value": round(value, 1), "unit": "us"}
-                row |= {"peer": round(peer, 1), "ratio": round(value / peer, 2), "p10_p90": spread, **about}
-                rows.append(row)
-                print(f"{row['what']:44s} {value:8.1f} us  copy {peer:8.1f} us  ratio {value / peer:.2f}", flush=True)
+        taken = microseconds(cases_of(dtype), *ROUNDS[jax.default_backend()])
+        peer = np.median(taken["copy of as many bytes"])
+        for what, us in taken.items():
+            value, spread = np.median(us), [round(float(v), 1) for v in np.percentile(us, (10, 90))]
+            row = {"what": f"{what}, {dtype}", "value": round(float(value), 1), "unit": "us", "p10_p90": spread}
+            rows.append(row | {"peer": round(float(peer), 1), "ratio": round(float(value / peer), 2), **about})
+            print(f"{row['what']:50s} {value:8.1f} us  p10, p90 {spread}  ratio {value / peer:.2f}", flush=True)
     (workdir / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"medians of {REPEATS}, {SHAPE[0]} x {SHAPE[1]} elements; also in {workdir}")
 

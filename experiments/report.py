@@ -1,4 +1,4 @@
-"""Redraws REPORT.md and the pictures of a run folder: --workdir=FOLDER."""
+"""Redraws the report of a run folder, or the comparison of a sweep's: --workdir=FOLDER."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from absl import app
 
 from experiments import common
+from quads_jax.comparison import write_comparison
 from quads_jax.report import write_report
 
 
@@ -16,8 +17,9 @@ def run() -> None:
         raise app.UsageError("--experiment=report needs --workdir=FOLDER of an earlier job")
     if not Path(common.FLAGS.workdir).is_dir():
         raise app.UsageError(f"--workdir={common.FLAGS.workdir} is not a folder")
+    workdir = Path(common.FLAGS.workdir)
     with common.usage_errors():
-        print(write_report(common.FLAGS.workdir))
+        print(write_comparison(workdir) if (workdir / "sweep.json").exists() else write_report(workdir))
 
 
 if __name__ == "__main__":

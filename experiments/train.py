@@ -9,7 +9,9 @@ from quads_jax.config import TrainConfig
 
 
 def run() -> None:
-    common.refuse_unused("workdir", "resume", "set", "dry_run", "task", "recipe", "steps", "seeds")
+    common.refuse_unused(
+        "workdir", "config", "resume", "deterministic", "set", "dry_run", "task", "recipe", "steps", "seeds"
+    )
     base = common.configured(TrainConfig())
     common.run_job("train", [dataclasses.replace(base, seed=seed) for seed in common.seeds(base.seed)])
 

@@ -14,15 +14,18 @@ from absl import app
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.config import WarmStartConfig, check_warm_start
+from quads_jax.device import deterministic
 from quads_jax.metrics import Progress
 from quads_jax.supervised import TargetMissed, artefact, load_figures, obtain
 
 
 def run() -> None:
-    common.refuse_unused("workdir", "set", "dry_run", "task", "steps", "seeds")
+    common.refuse_unused("workdir", "config", "deterministic", "set", "dry_run", "task", "steps", "seeds")
     config, store = common.configured(WarmStartConfig()), Path(common.FLAGS.workdir or "runs/warm_starts")
     configs = [dataclasses.replace(config, seed=seed) for seed in common.seeds(config.seed)]
     with common.usage_errors():
+        if common.FLAGS.deterministic:
+            deterministic()
         for config in configs:
             check_warm_start(config)
     if common.FLAGS.dry_run:
@@ -54,7 +57,7 @@ def make(config: WarmStartConfig, store: Path) -> None:
 
     try:
         figures, reused = obtain(config, store, on_step)
-    except TargetMissed as error:
+    except (TargetMissed, FloatingPointError) as error:
         raise SystemExit(str(error)) from error
     finally:
         progress.finish()

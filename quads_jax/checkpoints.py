@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import config_tree
-from quads_jax.models.config import ModelConfig
+from quads_jax.models import hf
+from quads_jax.models.config import LATER_FIELDS, ModelConfig
 from quads_jax.models.decoder import init_params
 from quads_jax.rl.types import TrainState
 
 SHIPPED = Path(__file__).parent / "assets" / "tiny_chain_sum.msgpack"
 PART_BYTES = 15 * 2**20  # of a weights file
+MAX_PARTS = 10_000  # 150 GB; more is a damaged number
 FORMAT = 1  # of checkpoints: what `Checkpoints` writes, and the newest that it reads
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -40,14 +43,14 @@ def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info:
     What exceeds PART_BYTES goes on in `path`.part1.msgpack and so on, "parts" in all: files that any channel carries.
 
     A policy is rounded to BF16 before anything is computed with it, so a rollout from the file equals one from the f32
-    masters.
+    masters. Raises ValueError on info that `config_tree.parse_json` would not read, such as NaN.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = flax.serialization.to_bytes(jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params))
     parts = range(max(1, -(-len(data) // PART_BYTES)))
-    meta = {"model": config_tree.to_json(model), "parts": len(parts), **info}
-    meta["sha256"] = _digest(data, meta)
+    meta = _as_read({"model": config_tree.to_json(model), "parts": len(parts), **info})
+    meta["sha256"] = _digest(data, _canonical(meta))
     write_json(path.with_suffix(".json"), meta)
     for i in parts:
         _replace(_part(path, i), data[i * PART_BYTES : (i + 1) * PART_BYTES])
@@ -58,25 +61,23 @@ def _part(path: Path, i: int) -> Path:
 
 
 def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, Any]]:
-    """(f32 parameters, model config, the JSON's other fields) of a file of `save_weights`, or of the name "shipped".
+    """(f32 parameters, model config, the JSON's other fields) of a file of `save_weights`, of the name "shipped", or of
+    a checkpoint folder of the Hugging Face hub: `models.hf.load`, numpy arrays and no other fields.
 
     Raises ValueError when the file is missing, damaged (hash of the weights and of all that the JSON says), or does not
-    hold the tensors that its model config asks for.
+    hold the tensors that its model config asks for; and what `models.hf.load` raises.
     """
     path = _weights_path(path)
-    description = path.with_suffix(".json")
+    if os.path.isdir(path):
+        params, model = hf.load(path)
+        return params, model, {}
     _need_file(path)
-    _need_file(description)
-    try:
-        meta = json.loads(description.read_text())
-        files = [_part(path, i) for i in range(meta.get("parts", 1))]
-        expected, model = meta["sha256"], config_tree.from_json(ModelConfig, meta["model"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{description} is not the description of a weights file: {error!r}") from error
+    meta, model, said = _description(path.with_suffix(".json"))
+    files = [_part(path, i) for i in range(meta.get("parts", 1))]
     for file in files:
         _need_file(file)
     data = b"".join(file.read_bytes() for file in files)
-    found = _digest(data, meta)
+    expected, found = meta["sha256"], _digest(data, said)
     del meta["model"]
     if found != expected:
         raise ValueError(
@@ -88,25 +89,67 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
 
 
 def _need_file(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"no weights file {path}: give a path written by the warm start, or 'shipped'")
+    """Raises ValueError where there is none, or where none can have such a name."""
+    try:
+        if path.is_file():
+            return
+        name = str(path)
+    except OSError as error:
+        name = f"{config_tree.show(str(path))} ({error.strerror})"
+    raise ValueError(
+        f"no weights file {name}: give init a path written by the warm start, a checkpoint folder with {hf.CONFIG} and "
+        "safetensors, or 'shipped'"
+    )
+
+
+def _description(path: Path) -> tuple[dict[str, Any], ModelConfig, bytes]:
+    """(the fields, the model config, what the hash covers) of the JSON beside a weights file."""
+    _need_file(path)
+    try:
+        meta = _object(path.read_bytes())
+        if not 1 <= _typed(meta, "parts", int, 1) <= MAX_PARTS:
+            raise ValueError(f"parts={config_tree.show(meta['parts'])} must be at least 1 and at most {MAX_PARTS}")
+        if not re.fullmatch("[0-9a-f]{64}", _typed(meta, "sha256", str)):
+            raise ValueError(f"sha256={config_tree.show(meta['sha256'])} is not 64 hex digits")
+        model = config_tree.from_json(ModelConfig, LATER_FIELDS | _typed(meta, "model", dict))
+        return meta, model, _canonical({k: v for k, v in meta.items() if k != "sha256"})
+    except ValueError as error:
+        raise ValueError(f"{path} is not the description of a weights file: {error}") from error
+
+
+def _typed(meta: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    value = meta.get(key, default)
+    if type(value) is not kind:
+        raise ValueError(f"{key}={config_tree.show(value)} is not of type {kind.__name__}")
+    return value
 
 
 def weights_sha256(path: str | os.PathLike) -> str:
-    """The hash that identifies a weights file which `load_weights` accepts."""
-    return read_json(_weights_path(path).with_suffix(".json"))["sha256"]
+    """The hash that identifies weights which `load_weights` accepts: the JSON's; of a checkpoint folder, one over names
+    and bytes of config.json and all safetensors.
+    """
+    path = _weights_path(path)
+    if os.path.isdir(path):
+        files = (path / hf.CONFIG, *path.glob("*.safetensors"))
+        return _sha256(_canonical({file.name: _file_sha256(file) for file in files}))
+    return _description(path.with_suffix(".json"))[0]["sha256"]
 
 
 def _weights_path(path: str | os.PathLike) -> Path:
-    return SHIPPED if str(path) == "shipped" else Path(path)
+    """Raises ValueError on a folder without config.json."""
+    path = SHIPPED if str(path) == "shipped" else Path(path)
+    if os.path.isdir(path):
+        _need_file(path / hf.CONFIG)
+    return path
 
 
-def _digest(data: bytes, meta: Mapping[str, Any]) -> str:
+def _digest(data: bytes, said: bytes) -> str:
     """sha256 of the weights and of everything that their JSON says beside it: figures are believed, and some fields of
     the model config leave no trace in shapes.
     """
-    said = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
-    return hashlib.sha256(said.encode() + data).hexdigest()
+    digest = hashlib.sha256(said)
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def _check_shapes(path: Path, params: Any, model: ModelConfig) -> None:
@@ -153,23 +196,39 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_json(path: Path) -> Any:
-    """Raises RunFolderError on a file that does not hold JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises RunFolderError on a file that does not hold a JSON object, as `config_tree.parse_json` reads it."""
     try:
-        return json.loads(path.read_bytes())
+        return _object(path.read_bytes())
     except ValueError as error:
         raise RunFolderError(f"{path} is damaged ({error}): restore it, or choose another --workdir") from error
 
 
 def write_json(path: Path, data: Any) -> None:
-    """By rename: readers see the old file or the new one, whole."""
-    _replace(path, (json.dumps(data, indent=1) + "\n").encode())
+    """By rename: readers see the old file or the new one, whole. Raises ValueError on NaN and infinity."""
+    _replace(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    found = config_tree.parse_json(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds no object but {config_tree.show(found)}")
+    return found
+
+
+def _as_read(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of `data` will say when it is read: -0 is 0 there, and hashes cover what is read."""
+    return _object(json.dumps(data).encode())
 
 
 def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)  # half a file, on a disk that is full
+        raise
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -255,7 +314,7 @@ class Checkpoints:
         try:
             metrics = {"score": -math.inf if score is None else score}
             self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
-            manifest = {"format": FORMAT, "about": about, "files": _hashes(path)}
+            manifest = _as_read({"format": FORMAT, "about": about, "files": _hashes(path)})
             write_json(path / MANIFEST, {"sha256": _sha256(_canonical(manifest)), **manifest})
         except Exception as error:  # whatever it was: there is no checkpoint
             raise RunFolderError(
@@ -278,10 +337,10 @@ def _verified(path: Path) -> dict[str, Any]:
     "format" and "sha256", of all the others, stay in every format.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        stated = manifest.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError):
+        manifest = _object((path / MANIFEST).read_bytes())
+    except ValueError:
         raise _Damaged(MANIFEST) from None
+    stated = manifest.pop("sha256", None)
     if stated != _sha256(_canonical(manifest)):
         raise _Damaged(MANIFEST)
     if manifest["format"] > FORMAT:
@@ -297,11 +356,16 @@ def _verified(path: Path) -> dict[str, Any]:
 def _hashes(path: Path) -> dict[str, str]:
     """{name: sha256} of the files below `path`, without the manifest."""
     files = (f for f in path.rglob("*") if f.is_file() and f != path / MANIFEST)
-    return {str(f.relative_to(path)): _sha256(f.read_bytes()) for f in files}
+    return {str(f.relative_to(path)): _file_sha256(f) for f in files}
 
 
-def _canonical(manifest: Mapping[str, Any]) -> bytes:
-    return json.dumps(manifest, sort_keys=True).encode()
+def _canonical(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, sort_keys=True).encode()
+
+
+def _file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256(data: bytes) -> str:

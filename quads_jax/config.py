@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from quads_jax import config_tree
@@ -20,6 +23,67 @@ REGISTRY = {Task: TASKS}
 SHIPPED_TASK = ChainSum(operands=6, digits=1, modulus=10)
 MAY_CHANGE = ("steps", "checkpoint")  # of a TrainConfig, when a run is resumed
 _ABSENT = object()
+
+# What a run can carry out, in float32 and with int32 sizes: (lowest, highest) by path. Where a value also depends on
+# others, the checks below say so.
+MAX_INT = 2**31 - 1
+MAX_SEED = 2**32 - 1  # JAX takes the lower 32 bits: a larger seed would repeat a smaller one
+MAX_CONFIG_BYTES = 2**20
+_TEMPERATURE = (0.01, 100.0)
+_OPTIM_RANGES = {
+    "optim.learning_rate": (1e-12, 1.0),
+    "optim.warmup_steps": (0, MAX_INT),
+    "optim.max_grad_norm": (1e-6, 1e30),
+    "optim.b1": (0.0, 1 - 1e-6),
+    "optim.b2": (0.0, 1 - 1e-6),
+    "optim.eps": (1e-30, 1.0),
+    "optim.weight_decay": (0.0, 1e3),
+}
+_TRAIN_RANGES = {
+    "seed": (0, MAX_SEED),
+    "steps": (1, MAX_INT),
+    "recipe.refresh_every": (0, MAX_INT),
+    "rollout.prompts": (1, MAX_INT),
+    "rollout.temperature": _TEMPERATURE,
+    "rollout.max_new_tokens": (1, MAX_INT),
+    "update.clip_low": (1e-6, 1.0),
+    "update.clip_high": (1e-6, 1e9),
+    "update.dual_clip": (1.0, 1e9),
+    "update.entropy_weight": (0.0, 1e6),
+    "overlong_margin": (1, MAX_INT),
+    "update.minibatches": (1, MAX_INT),
+    "update.microbatches": (1, MAX_INT),
+    **_OPTIM_RANGES,
+    "eval.every": (1, MAX_INT),
+    "eval.prompts": (1, MAX_INT),
+    "eval.seed": (0, MAX_SEED),
+    "eval.forced": (0, MAX_INT),
+}
+_WARM_START_RANGES = {
+    "seed": (0, MAX_SEED),
+    "steps": (1, MAX_INT),
+    "batch": (1, MAX_INT),
+    "eval_every": (1, MAX_INT),
+    "eval_prompts": (1, MAX_INT),
+    "final_prompts": (1, MAX_INT),
+    **{f"model.{name}": (1, 2**20) for name in ("vocab_size", "d_model", "heads", "kv_heads", "d_mlp", "d_expert")},
+    "model.layers": (1, 2**12),
+    "model.head_dim": (1, 2**16),
+    "model.experts": (0, 2**16),
+    "model.top_k": (0, 2**16),
+    "model.d_shared": (0, 2**20),
+    "model.rope_theta": (1.0, 1e12),
+    "model.norm_eps": (1e-12, 1.0),
+    **_OPTIM_RANGES,
+    "balance_weight": (0.0, 1e6),
+}
+_EVALUATE_RANGES = {
+    "prompts": (1, MAX_INT),
+    "samples": (1, MAX_INT),
+    "temperature": _TEMPERATURE,
+    "rows": (4, MAX_INT),
+    "seed": (0, MAX_SEED),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +123,8 @@ class EvalConfig:
     every: int = 10
     prompts: int = 512  # the same fixed prompts for every run; a multiple of the rows of a step
     seed: int = 0
+    greedy: bool = False  # also greedily, before step 1 and after the last, under the rollout's precision
+    forced: int = 0  # answers of the BF16 policy of the start, which every evaluation scores through both sides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +149,8 @@ class TrainConfig:
     recipe: RecipeConfig = RecipeConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: str = "grpo"
+    dynamic_sampling: bool = False  # the loss leaves out groups whose rewards are all equal (DAPO)
+    overlong_margin: int | None = None  # last tokens over which an answer's reward falls by up to 1 (DAPO); none: off
     update: UpdateConfig = UpdateConfig(minibatches=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-4, warmup_steps=5)
     eval: EvalConfig = EvalConfig()
@@ -145,12 +213,19 @@ class WarmStartConfig:
 
 
 def parse_recipe(text: str) -> RecipeConfig:
-    """NAME or NAME:RATIO, e.g. QUADS:0.5. Raises ValueError on a ratio that is not a number."""
-    name, colon, ratio = text.partition(":")
+    """NAME[:RATIO[:POLICY]], e.g. QUADS, QUADS:0.5, QUADS:0.5:token. Raises ValueError on another form and on a ratio
+    that is not a number.
+    """
+    name, *rest = text.split(":")
+    chosen = RecipeConfig(name=name)
     try:
-        return RecipeConfig(name=name, ratio=float(ratio) if colon else None)
+        if len(rest) > 2:
+            raise ValueError("two colons at most")
+        for path, value in zip(("ratio", "policy"), rest, strict=False):
+            chosen = config_tree.override(chosen, f"{path}={value}")
     except ValueError as error:
-        raise ValueError(f"recipes: {text!r} must be NAME or NAME:RATIO, e.g. QUADS:0.5") from error
+        raise ValueError(f"recipes: {text!r} must be NAME[:RATIO[:POLICY]], e.g. QUADS:0.5:token ({error})") from error
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,29 +258,39 @@ def check_evaluate(cfg: EvaluateConfig) -> None:
     """Raises ValueError on a config that cannot run or holds a setting without effect."""
     if not cfg.recipes:
         raise ValueError(f"recipes is empty: name some of {', '.join(RECIPES)}")
-    for recipe_config in cfg.recipe_configs():
-        recipe_config.resolve()
+    for text, recipe_config in zip(cfg.recipes, cfg.recipe_configs(), strict=True):
+        with config_tree.located(f"recipes: {text!r}"):
+            recipe_config.resolve()
     if cfg.rows < 4 or cfg.rows % 4:
         raise ValueError(f"rows={cfg.rows} must be a positive multiple of 4")
-    for name in ("prompts", "samples"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    _check_ranges(cfg, _EVALUATE_RANGES)
+    _check_init(cfg.init)
+    _check_tokens("rows", cfg.rows, cfg.task.prompt_len + cfg.task.answer_len)
+    if cfg.prompts * cfg.samples > MAX_INT:
+        raise ValueError(f"prompts={cfg.prompts} x samples={cfg.samples} must be at most {MAX_INT} answers")
     unused = [k for k in cfg.ks if not 1 < k <= cfg.samples]
     if unused:
         raise ValueError(f"ks: pass@{unused[0]} needs 2..samples={cfg.samples} (pass@1 is always given)")
+    if len(set(cfg.ks)) < len(cfg.ks):
+        raise ValueError(f"ks={cfg.ks} names a number twice: give each once")
 
 
 def check_train(cfg: TrainConfig) -> Recipe:
     """Raises ValueError on a config that cannot run or holds a setting without effect; gives the resolved recipe."""
-    resolved = cfg.recipe.resolve()
-    check_sampling(cfg.sampling(), training=True)
+    with config_tree.located("recipe"):
+        resolved = cfg.recipe.resolve()
+    sampling = cfg.sampling()
+    with config_tree.located("rollout"):
+        check_sampling(sampling, training=True)
+    _check_ranges(cfg, _TRAIN_RANGES)
+    _check_init(cfg.init)
     if cfg.advantage not in ADVANTAGES:
         raise ValueError(f"advantage={cfg.advantage!r} is not one of {', '.join(ADVANTAGES)}")
-    for name, value in (("steps", cfg.steps), ("rollout.prompts", cfg.rollout.prompts), ("eval.every", cfg.eval.every)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     if cfg.min_start is not None and not 0 <= cfg.min_start <= 1:
         raise ValueError(f"min_start={cfg.min_start} is a share of right answers, from 0 (accepts every start) to 1")
+    longest = cfg.sampling().max_new_tokens
+    if cfg.overlong_margin is not None and cfg.overlong_margin > longest:
+        raise ValueError(f"overlong_margin={cfg.overlong_margin} exceeds the longest answer, {longest} tokens")
     if cfg.rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size={cfg.rollout.group_size} must be at least 2: a group of one has no baseline"
@@ -223,8 +308,11 @@ def check_train(cfg: TrainConfig) -> Recipe:
         )
     if cfg.eval.prompts < 1 or cfg.eval.prompts % rows:
         raise ValueError(
-            f"eval.prompts={cfg.eval.prompts} must be a multiple of the {rows} rows of a step (one program serves both)"
+            f"eval.prompts={cfg.eval.prompts} must be a multiple of the {rows} rows of a step, rollout.prompts="
+            f"{cfg.rollout.prompts} x rollout.group_size={group} (one program serves both)"
         )
+    if cfg.eval.forced > rows:
+        raise ValueError(f"eval.forced={cfg.eval.forced} must be at most the {rows} rows of a step")
     if cfg.recipe.refresh_every and not resolved.rollout.needs_order:
         raise ValueError(
             f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect on {resolved.label}: "
@@ -236,22 +324,24 @@ def check_train(cfg: TrainConfig) -> Recipe:
         raise ValueError(
             f"checkpoint.keep={cfg.checkpoint.keep} must be at least 2: a damaged checkpoint needs another before it"
         )
-    if cfg.recipe.refresh_every < 0:
-        raise ValueError(f"recipe.refresh_every={cfg.recipe.refresh_every} must be 0 (off) or a number of steps")
+    _check_tokens("rollout.prompts x rollout.group_size", rows, cfg.task.prompt_len + sampling.max_new_tokens)
     return resolved
 
 
 def check_warm_start(cfg: WarmStartConfig) -> None:
     """Raises ValueError on a config that cannot run."""
-    check_model(cfg.model)
+    _check_ranges(cfg, _WARM_START_RANGES)
+    with config_tree.located("model"):
+        check_model(cfg.model)
+    if len(set(cfg.model.dense_layers)) < len(cfg.model.dense_layers):
+        raise ValueError(f"model.dense_layers={cfg.model.dense_layers} names a layer twice: give each once")
     if cfg.model.vocab_size != cfg.task.tokenizer.vocab_size:
         raise ValueError(
             f"model.vocab_size={cfg.model.vocab_size}, but the task's tokenizer has {cfg.task.tokenizer.vocab_size} ids"
         )
-    for name in ("steps", "batch", "eval_every", "eval_prompts"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
-    if cfg.final_prompts < 1 or cfg.final_prompts % cfg.eval_prompts:
+    _check_tokens("batch", cfg.batch, cfg.task.prompt_len + cfg.task.answer_len)
+    _check_tokens("eval_prompts", cfg.eval_prompts, cfg.task.prompt_len + cfg.task.answer_len)
+    if cfg.final_prompts % cfg.eval_prompts:
         raise ValueError(f"final_prompts={cfg.final_prompts} must be a multiple of eval_prompts={cfg.eval_prompts}")
     if not 0 < cfg.target <= 1:
         raise ValueError(f"target={cfg.target} is a share of right answers, in (0, 1]")
@@ -259,6 +349,43 @@ def check_warm_start(cfg: WarmStartConfig) -> None:
         raise ValueError(f"ceiling={cfg.ceiling} is a share of right answers, from target={cfg.target} to 1")
 
 
+def _check_ranges(cfg: Any, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raises ValueError on a value outside its range, both ends included; none is left to other checks."""
+    for path, (low, high) in ranges.items():
+        value = operator.attrgetter(path)(cfg)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{path}={config_tree.show(value)} must be at least {low} and at most {high}")
+
+
+def _check_tokens(what: str, rows: int, length: int) -> None:
+    if rows * length > MAX_INT:
+        raise ValueError(f"{what}={rows} rows of {length} tokens are more than {MAX_INT} tokens: make it smaller")
+
+
+def _check_init(init: str) -> None:
+    if not Path(init).name:
+        raise ValueError(f"init={init!r} names no file: give a weights file, or 'shipped'")
+
+
 def from_json(cls: type, data: Mapping[str, Any]) -> Any:
     """A config from its JSON form, tasks resolved by name."""
     return config_tree.from_json(cls, data, REGISTRY)
+
+
+def read_config(cls: type, path: str | os.PathLike) -> Any:
+    """A config from a file that holds its JSON form, such as the config.json in the folder of a run.
+
+    Raises ValueError, naming the file and the key: no such file, too large for a config, not JSON, or not the form of
+    this class.
+    """
+    try:
+        if not Path(path).is_file():
+            raise ValueError("not there or not a file")
+        size = Path(path).stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise ValueError(f"{size} bytes are no config: it has at most {MAX_CONFIG_BYTES}")
+        return from_json(cls, config_tree.parse_json(Path(path).read_bytes()))
+    except OSError as error:
+        raise ValueError(f"config file {config_tree.show(str(path))}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"config file {config_tree.show(str(path))}: {error}") from error

@@ -13,9 +13,10 @@ import numpy as np
 
 from quads_jax.config import EvaluateConfig, TrainConfig
 from quads_jax.models.config import ModelConfig
+from quads_jax.programs import pack_program, rollout_program
 from quads_jax.rl.sampling import SamplingConfig
+from quads_jax.step import Setup, decode_responses, init_state, setup
 from quads_jax.tasks.base import Item
-from quads_jax.train import Setup, decode_responses, init_state, pack_program, rollout_program, setup
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -99,7 +100,7 @@ def evaluate_checkpoint(cfg: EvaluateConfig, params: Any, model: ModelConfig) ->
     """
     for s in setups(cfg, model):
         state = init_state(s, params)
-        packed = pack_program(model, s.recipe.rollout, bool(state.quant))(state.params, state.quant)
+        packed = pack_program(model, s.recipe.rollout)(state.params, state.quant)
         for decoding, sampling, samples in _decodings(cfg, s):
             for label in cfg.task.labels:
                 questions = cfg.task.only(label).prompts(cfg.seed, "held_out", 0, cfg.prompts)

@@ -20,8 +20,8 @@ from quads_jax.precision import LayerPrecision, Precision
 from quads_jax.quant import error
 from quads_jax.quant.formats import BlockFormat
 from quads_jax.quant.tensor import quantize_dequantize
+from quads_jax.step import Setup, calibrate, setup, supervised_batch
 from quads_jax.tasks.base import Task
-from quads_jax.train import Setup, calibrate, setup, supervised_batch
 
 Array = jax.Array
 Row = dict[str, Any]

@@ -11,35 +11,46 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from quads_jax import config_tree
+from quads_jax.events import EventFile
+
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to `path`, flushed, so a killed run keeps what it had measured.
+    """Appends one JSON object a line to `path`, flushed, so a killed run keeps what it had measured; and the same
+    numbers to a TensorBoard event file beside it, see `events.EventFile`.
 
-    A half-written last line of an earlier, killed run is removed when the file is opened.
+    A half-written last line of an earlier, killed run is removed when the file is opened, and event files are written
+    again from what is left. Raises ValueError as `read_metrics` does.
     """
 
     def __init__(self, path: str | os.PathLike):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = read_metrics(path) if path.exists() else []
         self._file = open(path, "ab")
-        self._file.truncate(_whole_lines(Path(path)))
+        self._file.truncate(_whole_lines(path))
+        self._events = EventFile(path.parent, rows)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes one row. Numpy and JAX scalars become Python's; non-finite floats become "nan", "inf", "-inf".
+        """Writes one row. Numpy and JAX scalars become Python's; non-finite floats become "nan", "inf", "-inf", and -0
+        becomes 0.
 
         Raises:
             ValueError: a value that is neither a scalar nor None, or text that reads back as a non-finite float.
         """
-        line = json.dumps({key: _plain(key, value) for key, value in row.items()}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        plain = {key: _plain(key, value) for key, value in row.items()}
+        self._file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        self._events.write(_read_back(plain))
 
     def sync(self) -> None:
         """Puts the rows on the disk itself, so that a checkpoint made afterwards never has fewer beside it."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._events.close()
         self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
@@ -53,20 +64,25 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """All rows of a metrics file, without a half-written last line (a run that is being written, or was killed).
 
     Raises:
-        ValueError: a line that is not a JSON object, named by its number.
+        ValueError: a line that is not a JSON object, as `config_tree.parse_json` reads it, named by its number.
     """
     path = Path(path)
     rows = []
     for number, line in enumerate(path.read_bytes()[: _whole_lines(path)].splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = config_tree.parse_json(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number} is not JSON ({error}): repair or remove that line") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number} is {row!r}, not an object: repair or remove that line")
-        rows.append({key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
-                     for key, value in row.items()})
+            shown = config_tree.show(row)
+            raise ValueError(f"{path}:{number} is {shown}, not an object: repair or remove that line")
+        rows.append(_read_back(row))
     return rows
+
+
+def _read_back(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its non-finite floats, which JSON holds as text."""
+    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
 
 
 def cut_back(path: str | os.PathLike, header: Mapping[str, Any], step: int | None) -> None:
@@ -104,9 +120,9 @@ def _plain(key: str, value: Any) -> Any:
     if array.ndim != 0 or array.dtype == object:
         raise ValueError(f"metric {key!r} is {value!r}: only scalars, text and None can be written, reduce it first")
     number = array.item()
-    if isinstance(number, float) and not math.isfinite(number):
-        return str(number)
-    return number
+    if not isinstance(number, float):
+        return number
+    return number + 0.0 if math.isfinite(number) else str(number)
 
 
 class Progress:

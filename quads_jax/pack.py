@@ -6,6 +6,7 @@ multiply by the same numbers; `tests/pack_test.py` holds that bitwise, leaf by l
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from quads_jax import ops
 from quads_jax.models.layers import GEMM_ROLES
 from quads_jax.precision import Precision
+from quads_jax.quant.error import flipped_codes
 from quads_jax.quant.tensor import BlockTensor
 
 
@@ -36,6 +38,11 @@ def lookup(tree: Any, path: tuple[str, ...]) -> Any:
     return tree
 
 
+def is_packed(leaf: Any) -> bool:
+    """For `is_leaf` of tree functions over packed parameters."""
+    return isinstance(leaf, BlockTensor)
+
+
 def pack(params: Any, quant: Any, precision: Precision) -> Any:
     """params (f32 masters) and channel orders `quant` (the same tree of GEMM leaves, {} when unused) -> rollout
     parameters.
@@ -48,7 +55,7 @@ def pack(params: Any, quant: Any, precision: Precision) -> Any:
     def one(path, leaf):
         names = leaf_name(path)
         role = gemm_role(names)
-        if isinstance(leaf, BlockTensor):
+        if is_packed(leaf):
             raise ValueError(f"{'/'.join(names)} is packed already ({leaf.fmt.name}): pack the trainer's f32 masters")
         if role is None:
             return leaf
@@ -57,9 +64,38 @@ def pack(params: Any, quant: Any, precision: Precision) -> Any:
             return leaf.astype(precision.dtype)
         return ops.prepare_weight(leaf, layer, lookup(quant, names))
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockTensor))
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_packed)
 
 
 def packed_bytes(params: Any) -> int:
     """Bytes of the tree's arrays: what a sync moves."""
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(params))
+
+
+def has_codes(params: Any) -> bool:
+    """Whether any leaf of packed parameters is quantized."""
+    return any(is_packed(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_packed))
+
+
+def flipped_share(old: Any, new: Any) -> jax.Array:
+    """Share f32[] of the weights' codes that differ between two packed versions of the parameters, over all quantized
+    leaves (`quant.error.flipped_codes`): how much of an update the rollout gets to see.
+    """
+    pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_packed) for tree in (old, new)), strict=True)
+    packed = [(a, b) for a, b in pairs if is_packed(a)]
+    total = sum(math.prod(a.shape) for a, _ in packed)
+    return sum(flipped_codes(a, b) * (math.prod(a.shape) / total) for a, b in packed)
+
+
+def flipped_by_layer(old: Any, new: Any) -> dict[tuple[str, ...], jax.Array]:
+    """The same of each quantized leaf, by its path: f32[L], one a layer, or f32[] of a leaf outside the layers."""
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(old, is_leaf=is_packed),
+        jax.tree.leaves(new, is_leaf=is_packed),
+        strict=True,
+    )
+    packed = {leaf_name(path): (a, b) for (path, a), b in pairs if is_packed(a)}
+    return {
+        name: jax.vmap(flipped_codes)(*pair) if name[0].startswith("run_") else flipped_codes(*pair)
+        for name, pair in packed.items()
+    }

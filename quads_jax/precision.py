@@ -104,7 +104,7 @@ _W4A4 = LayerPrecision(weight=NVFP4, activation=NVFP4)
 _W4A16 = LayerPrecision(weight=NVFP4)
 _PLAIN = LayerPrecision()
 
-# name -> (rollout, trainer). QUADS is completed by its ResidualSpec in `recipe`.
+# name -> (rollout, trainer). Those of COMPENSATED are completed by their ResidualSpec in `recipe`.
 _SIDES: dict[str, tuple[LayerPrecision, LayerPrecision]] = {
     "BF16": (_PLAIN, _PLAIN),
     "FP8": (LayerPrecision(weight=FP8, activation=FP8), _PLAIN),
@@ -113,9 +113,11 @@ _SIDES: dict[str, tuple[LayerPrecision, LayerPrecision]] = {
     "NAIVE": (_W4A4, _PLAIN),
     "QAT": (_W4A4, _W4A16),
     "QUADS": (_W4A4, _W4A16),
+    "RAC": (_W4A4, _PLAIN),  # QUADS without its training side
     "SYM": (_W4A4, _W4A4),
 }
 RECIPES = tuple(_SIDES)
+COMPENSATED = ("QUADS", "RAC")
 DEFAULT_RESIDUAL = ResidualSpec(ratio=0.5, policy="block")
 
 
@@ -138,14 +140,14 @@ def recipe(
     roles: tuple[str, ...] = DEFAULT_ROLES,
     dtype: str = "bfloat16",
 ) -> Recipe:
-    """The named recipe. `ratio` and `policy` (residual compensation of the rollout) belong to QUADS alone and raise
-    elsewhere.
+    """The named recipe. `ratio` and `policy` (residual compensation of the rollout) belong to COMPENSATED recipes and
+    raise elsewhere.
     """
     if name not in _SIDES:
         raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(RECIPES)}")
     rollout, trainer = _SIDES[name]
     label = name
-    if name == "QUADS":
+    if name in COMPENSATED:
         spec = ResidualSpec(
             ratio=DEFAULT_RESIDUAL.ratio if ratio is None else ratio,
             policy=DEFAULT_RESIDUAL.policy if policy is None else policy,
@@ -153,11 +155,12 @@ def recipe(
         check_spec(spec)
         permuted = spec.policy == "static"
         rollout = dataclasses.replace(rollout, residual=spec, permuted=permuted)
-        trainer = dataclasses.replace(trainer, permuted=permuted)
-        label = f"QUADS-{100 * spec.ratio:g}" + ("" if spec.policy == DEFAULT_RESIDUAL.policy else f"-{spec.policy}")
+        trainer = dataclasses.replace(trainer, permuted=permuted and trainer != _PLAIN)
+        label = f"{name}-{100 * spec.ratio:g}" + ("" if spec.policy == DEFAULT_RESIDUAL.policy else f"-{spec.policy}")
     elif ratio is not None or policy is not None:
         raise ValueError(
-            f"ratio={ratio} and policy={policy} have no effect on recipe {name}; leave them out or use recipe QUADS"
+            f"ratio={ratio} and policy={policy} have no effect on recipe {name}; leave them out or use recipe "
+            f"{' or '.join(COMPENSATED)}"
         )
     return Recipe(
         label=label,

@@ -6,60 +6,16 @@ The folder: `config.json` (the whole job: optional "command", "recipes" (labels 
 A run that is missing or stopped early is shown as such. A step that was done twice (resume) counts once, the later.
 """
 
-import dataclasses
-import json
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quads_jax.metrics import read_metrics
-
-FINAL_EVALS = 3  # the final score is the mean of so many evaluations (after the first one)
-ENTROPY_STEPS = 10  # the entropy shown is the mean of so many last steps
-# Okabe and Ito's palette, told apart with every common colour blindness, darkest first.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-LINE_STYLES = ("-", "--", ":", "-.")
-PRECISIONS = ("rollout", "trainer")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One seed of one recipe. `train` is {step: row}; `evals` is {precision: {step: row}}, both by rising step."""
-
-    label: str
-    seed: int
-    train: dict[int, dict]
-    evals: dict[str, dict[int, dict]]
-    steps: int | None  # planned
-    info: dict[str, Any]  # run.json
-
-    @property
-    def finished(self) -> bool:
-        if "status" in self.info or self.steps is None:
-            return self.info.get("status") == "finished"
-        return len(self.train) >= self.steps
-
-    @property
-    def state(self) -> str:
-        """Such as "finished" or "stopped at step 12 of 80 (failed: NaN)"."""
-        if self.finished:
-            return "finished"
-        status = self.info.get("status", "running")  # a killed run leaves "running" behind
-        status = "" if status == "running" else f" ({status})"
-        return f"stopped at step {len(self.train)} of {'?' if self.steps is None else self.steps}{status}"
-
-    def series(self, key: str) -> dict[int, float]:
-        """{step: value} of a training metric."""
-        return {step: row[key] for step, row in self.train.items() if key in row}
-
-    def scores(self, precision: str, task: str | None = None) -> dict[int, float]:
-        """{step: held-out pass@1 in percent} under the precision of one side; of one of several tasks by its label."""
-        key = "pass@1" if task is None else f"pass@1/{task}"
-        return {step: 100 * row[key] for step, row in self.evals[precision].items() if key in row}
+from quads_jax import results
+from quads_jax.plots import canvas, look, save, smooth
+from quads_jax.results import ENTROPY_STEPS, FINAL_EVALS, PRECISIONS, Measured, Quantities, Run, load_run, read_json
 
 
 def load_runs(workdir: str | os.PathLike) -> dict[str, list[Run]]:
@@ -69,10 +25,10 @@ def load_runs(workdir: str | os.PathLike) -> dict[str, list[Run]]:
     """
     workdir = Path(workdir)
     folders = sorted(workdir.glob("*/seed*/"), key=lambda folder: (folder.parent.name, int(folder.name[4:])))
-    planned = _read_json(workdir / "config.json").get("recipes", ())
+    planned = read_json(workdir / "config.json").get("recipes", ())
     runs: dict[str, list[Run]] = {label: [] for label in planned}
     for folder in folders:
-        runs.setdefault(folder.parent.name, []).append(_load_run(folder))
+        runs.setdefault(folder.parent.name, []).append(load_run(folder))
     return runs
 
 
@@ -84,107 +40,16 @@ def write_report(workdir: str | os.PathLike) -> Path:
         ValueError: the folder holds no run and its config names no recipe.
     """
     workdir = Path(workdir)
-    job, recipes = _read_json(workdir / "config.json"), load_runs(workdir)
+    job, recipes = read_json(workdir / "config.json"), load_runs(workdir)
     if not recipes:
         raise ValueError(f"{workdir} holds no run: expected <label>/seed<k>/metrics.jsonl below it")
-    tasks = _tasks(recipes)
-    quantities = QUANTITIES | {name: what for task in tasks for name, what in _task_quantities(task).items()}
-    measured = {label: _measure(runs, quantities) for label, runs in recipes.items()}
-    rows = _summary(job, recipes, measured, quantities)
-    (workdir / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
+    tasks, quantities = results.tasks_of(_all(recipes)), results.quantities_of(_all(recipes))
+    measured = {label: results.measure(runs, quantities) for label, runs in recipes.items()}
+    results.write_rows(workdir / "summary.json", _summary(job, recipes, measured, quantities))
     _draw(workdir, recipes, tasks)
     report = workdir / "REPORT.md"
     report.write_text(_markdown(job, recipes, measured, tasks))
     return report
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """One quantity of one recipe: a number a seed."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def half_width(self) -> float | None:
-        """Half of the 95 % Student-t interval of the mean over seeds; None with a single seed."""
-        n = len(self.values)
-        if n < 2:
-            return None
-        from scipy.special import stdtrit  # scipy comes with jax
-
-        return float(stdtrit(n - 1, 0.975) * np.std(self.values, ddof=1) / math.sqrt(n))
-
-    def text(self, spec: str) -> str:
-        """Such as "82.5 ± 1.3" for the format spec ".1f"."""
-        spread_spec = spec.lstrip("+").replace(".3g", ".2g")
-        return format(self.mean, spec) + ("" if self.half_width is None else f" ± {self.half_width:{spread_spec}}")
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return float(np.mean(values)) if values else None
-
-
-def _median(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return float(np.median(values)) if values else None
-
-
-def _before(scores: dict[int, float]) -> float | None:
-    return next(iter(scores.values()), None)
-
-
-def _after(scores: dict[int, float]) -> float | None:
-    return _mean(list(scores.values())[1:][-FINAL_EVALS:])
-
-
-def _change(scores: dict[int, float]) -> float | None:
-    after = _after(scores)
-    return None if after is None else after - _before(scores)
-
-
-# What the report knows of a recipe: name -> (unit, what one run shows; None where it shows nothing).
-Quantities = dict[str, tuple[str, Callable[[Run], float | None]]]
-QUANTITIES: Quantities = {
-    "pass@1 before, rollout precision": ("%", lambda run: _before(run.scores("rollout"))),
-    "pass@1 after, rollout precision": ("%", lambda run: _after(run.scores("rollout"))),
-    "pass@1 change, rollout precision": ("points", lambda run: _change(run.scores("rollout"))),
-    "pass@1 before, trainer precision": ("%", lambda run: _before(run.scores("trainer"))),
-    "pass@1 after, trainer precision": ("%", lambda run: _after(run.scores("trainer"))),
-    "pass@1 change, trainer precision": ("points", lambda run: _change(run.scores("trainer"))),
-    "gap, mean over steps": ("nats", lambda run: _mean(run.series("gap/mean").values())),
-    "gap p99, mean over steps": ("nats", lambda run: _mean(run.series("gap/p99").values())),
-    "gap maximum, median over steps": ("nats", lambda run: _median(run.series("gap/max").values())),
-    "entropy at the end": ("nats", lambda run: _mean(list(run.series("entropy").values())[-ENTROPY_STEPS:])),
-    "sampling speed": ("tokens/s", lambda run: _median(list(run.series("tokens_per_s").values())[1:])),
-    "time a run": ("minutes", lambda run: run.info["seconds"] / 60 if "seconds" in run.info else None),
-}
-
-
-def _tasks(recipes: dict[str, list[Run]]) -> list[str]:
-    """The labels of evaluations of several tasks, sorted; none where all have a single one."""
-    rows = _evaluations(recipes)
-    return sorted({key.removeprefix("pass@1/") for row in rows for key in row if key.startswith("pass@1/")})
-
-
-def _task_quantities(task: str) -> Quantities:
-    """What the report knows of one of several tasks."""
-    return {
-        f"pass@1 before, rollout precision, {task}": ("%", lambda run: _before(run.scores("rollout", task))),
-        f"pass@1 after, rollout precision, {task}": ("%", lambda run: _after(run.scores("rollout", task))),
-        f"pass@1 change, rollout precision, {task}": ("points", lambda run: _change(run.scores("rollout", task))),
-    }
-
-
-def _measure(runs: Sequence[Run], quantities: Quantities) -> dict[str, Measured]:
-    """Every quantity that at least one of the runs shows."""
-    per_run = {name: tuple(map(of_run, runs)) for name, (_, of_run) in quantities.items()}
-    shown = {name: tuple(v for v in values if v is not None) for name, values in per_run.items()}
-    return {name: Measured(values) for name, values in shown.items() if values}
 
 
 def _summary(job: dict[str, Any], recipes: dict[str, list[Run]],
@@ -197,8 +62,8 @@ def _summary(job: dict[str, Any], recipes: dict[str, list[Run]],
             unit, of_run = quantities[name]
             row = {"what": f"{label}: {name}", "value": figure.mean, "unit": unit}
             row["seeds"] = [run.seed for run in runs if of_run(run) is not None]
-            if figure.half_width is not None:
-                row["ci95"] = [figure.mean - figure.half_width, figure.mean + figure.half_width]
+            if figure.interval is not None:
+                row["ci95"] = list(figure.interval)
             rows.append(row | common)
     return rows
 
@@ -223,7 +88,7 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
             "pass@1 change, trainer precision": ("change (points)", "+.1f"),
         }),
         f"Before: the first evaluation. After: the mean of the last {FINAL_EVALS} that follow it (of all, where there "
-        f"are fewer; the trainer's side may be scored less often). {_sample_size(recipes)}",
+        f"are fewer; the trainer's side may be scored less often). {results.sample_size(_all(recipes))}",
         "![Held-out pass@1 by step](pass_at_1.png)",
         *(_by_task(recipes, measured, tasks) if tasks else ()),
         "## Mismatch and speed",
@@ -250,12 +115,10 @@ def _by_task(recipes: dict[str, list[Run]], measured: dict[str, dict[str, Measur
     for task in tasks:
         columns[f"pass@1 before, rollout precision, {task}"] = (f"{task}: before (%)", ".1f")
         columns[f"pass@1 after, rollout precision, {task}"] = ("after (%)", ".1f")
-    n = min(row["n"] for row in _evaluations(recipes))
     return [
         "## Held-out pass@1 by task",
         _table(recipes, {}, measured, columns),
-        "Under the rollout's precision. The tasks share an evaluation's prompts, so the standard error of a task's "
-        f"score is larger: at most {100 * math.sqrt(0.25 * len(tasks) / n):.1f} points where the shares are equal.",
+        f"Under the rollout's precision. {results.task_sample_size(_all(recipes))}",
         "![Held-out pass@1 of each task by step](pass_at_1_by_task.png)",
     ]
 
@@ -289,123 +152,54 @@ def _states(runs: list[Run]) -> str:
     return "; ".join(parts) or "not started"
 
 
-def _evaluations(recipes: dict[str, list[Run]]) -> list[dict]:
-    """The rows of all evaluations."""
-    return [row for runs in recipes.values() for run in runs for by_step in run.evals.values()
-            for row in by_step.values()]
-
-
-def _sample_size(recipes: dict[str, list[Run]]) -> str:
-    """The held-out prompts of an evaluation and the standard error they leave."""
-    rows = _evaluations(recipes)
-    if not rows:
-        return "No evaluation was made."
-    n = min(row["n"] for row in rows)
-    return (f"One evaluation scores one sample for each of {n:,} held-out prompts, so its standard error is at most "
-            f"{100 * math.sqrt(0.25 / n):.1f} points.")
+def _all(recipes: dict[str, list[Run]]) -> list[Run]:
+    return [run for runs in recipes.values() for run in runs]
 
 
 def _draw(workdir: Path, recipes: dict[str, list[Run]], tasks: Sequence[str]) -> None:
     """reward.png, pass_at_1.png and gap.png; with several tasks pass_at_1_by_task.png."""
-    steps = max((len(run.train) for runs in recipes.values() for run in runs), default=0)
+    steps = max((len(run.train) for run in _all(recipes)), default=0)
     window = 2 * (steps // 20) + 1  # a tenth of the run, odd
     thin = "single seeds" if any(len(runs) > 1 for runs in recipes.values()) else "every step"
     smoothed = "" if window == 1 else f"\nthick: mean over {window} steps, thin: {thin}"
 
-    figure, (ax,) = _canvas(1)
+    figure, (ax,) = canvas(1)
     _lines(ax, recipes, lambda run: run.series("reward"), window)
     ax.set(title=f"Reward of the sampled answers{smoothed}", xlabel="step", ylabel="reward (share of right answers)")
-    _save(figure, workdir / "reward.png")
+    save(figure, workdir / "reward.png")
 
-    sides = [p for p in PRECISIONS if any(run.evals[p] for runs in recipes.values() for run in runs)] or ["rollout"]
-    figure, axes = _canvas(len(sides))
+    sides = [p for p in PRECISIONS if any(run.evals[p] for run in _all(recipes))] or ["rollout"]
+    figure, axes = canvas(len(sides))
     for ax, precision in zip(axes, sides, strict=True):
         _lines(ax, recipes, lambda run, precision=precision: run.scores(precision), window=1, marker="o")
         ax.set(title=f"Held-out pass@1 under the {precision}'s precision", xlabel="step", ylabel="pass@1 (%)")
-    _save(figure, workdir / "pass_at_1.png")
+    save(figure, workdir / "pass_at_1.png")
 
     if tasks:
-        figure, axes = _canvas(len(tasks), width=3.2)
+        figure, axes = canvas(len(tasks), width=3.2)
         for ax, task in zip(axes, tasks, strict=True):
             _lines(ax, recipes, lambda run, task=task: run.scores("rollout", task), window=1, marker="o")
             ax.set(title=task, xlabel="step", ylabel="pass@1 under the rollout's precision (%)")
-        _save(figure, workdir / "pass_at_1_by_task.png")
+        save(figure, workdir / "pass_at_1_by_task.png")
 
-    figure, (ax,) = _canvas(1)
+    figure, (ax,) = canvas(1)
     _lines(ax, recipes, lambda run: {s: v for s, v in run.series("gap/mean").items() if v > 0}, window)
     ax.set(title=f"Mean gap between rollout and trainer{smoothed}", xlabel="step", yscale="log",
            ylabel="|log-prob difference| (nats, mean over tokens)")
-    _save(figure, workdir / "gap.png")
-
-
-def _canvas(panels: int, width: float = 6.5):
-    """A figure with `panels` axes side by side, `width` inches each, that share y. Matplotlib is loaded only here,
-    without a display.
-    """
-    from matplotlib.figure import Figure  # without pyplot, so Agg draws
-
-    figure = Figure(figsize=(1.5 + width * panels, 4.8), layout="constrained")
-    return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-
-
-def _save(figure, path: Path) -> None:
-    for ax in figure.axes:
-        ax.grid(True, which="both", color="#dddddd", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.label_outer()
-        ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=130)
+    save(figure, workdir / "gap.png")
 
 
 def _lines(ax, recipes: dict[str, list[Run]], of_run: Callable[[Run], dict[int, float]], window: int,
            marker: str = "") -> None:
     """A thick smoothed mean line a recipe, over thin lines: the seeds, or the raw values of the only seed."""
     for i, (label, runs) in enumerate(recipes.items()):
-        style = dict(color=COLOURS[i % len(COLOURS)], linestyle=LINE_STYLES[i // len(COLOURS) % len(LINE_STYLES)])
+        style = look(i)
         series = [values for values in map(of_run, runs) if values]
         shared = sorted(set.intersection(*map(set, series))) if series else []
         for values in series:
             ys = list(values.values())
-            ax.plot(list(values), _smooth(ys, window) if len(series) > 1 else ys, alpha=0.3, linewidth=0.8, **style)
+            ax.plot(list(values), smooth(ys, window) if len(series) > 1 else ys, alpha=0.3, linewidth=0.8, **style)
         mean = [float(np.mean([values[step] for values in series])) for step in shared]
         note = "" if series else " (no points)"
         note = note if all(run.finished for run in runs) else " (unfinished)"
-        ax.plot(shared, _smooth(mean, window), linewidth=2, marker=marker, markersize=4, label=label + note, **style)
-
-
-def _smooth(values: Sequence[float], window: int) -> np.ndarray:
-    """Centred moving mean over `window` (odd) values; fewer at the ends, so nothing is made up there."""
-    half = window // 2
-    return np.array([np.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))])
-
-
-def _load_run(folder: Path) -> Run:
-    metrics = folder / "metrics.jsonl"
-    rows = sorted(read_metrics(metrics), key=lambda row: row["step"]) if metrics.exists() else []
-    evals = {p: {row["step"]: row for row in rows if row["kind"] == "eval" and row["precision"] == p}
-             for p in PRECISIONS}
-    return Run(
-        label=folder.parent.name,
-        seed=int(folder.name[4:]),
-        train={row["step"]: row for row in rows if row["kind"] == "train"},
-        evals=evals,
-        steps=_find(_read_json(folder / "config.json"), "steps"),
-        info=_read_json(folder / "run.json"),
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}): repair or remove it") from error
-
-
-def _find(tree: dict[str, Any], key: str) -> Any:
-    """The first value of `key` in nested dicts, outer levels first; None if there is none."""
-    if key in tree:
-        return tree[key]
-    inner = (_find(value, key) for value in tree.values() if isinstance(value, dict))
-    return next((value for value in inner if value is not None), None)
+        ax.plot(shared, smooth(mean, window), linewidth=2, marker=marker, markersize=4, label=label + note, **style)

@@ -4,6 +4,7 @@ target. The result is an artefact, a folder named by a hash of its config.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -22,20 +23,24 @@ import jax.numpy as jnp
 import optax
 
 from quads_jax import config_tree
-from quads_jax.checkpoints import load_weights, save_weights
+from quads_jax.checkpoints import LOCK, RunFolderError, load_weights, locked, save_weights
 from quads_jax.config import WarmStartConfig, check_warm_start
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, balance_loss, init_params
 from quads_jax.models.layers import take_last
 from quads_jax.precision import Precision
+from quads_jax.programs import pack_program, rollout_program
 from quads_jax.rl.losses import masked_mean
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.update import OptimConfig, make_optimizer
+from quads_jax.step import held_out_prompts, rewards, supervised_batch
 from quads_jax.tasks import Mixture, Prefetch, Task
-from quads_jax.train import held_out_prompts, pack_program, rewards, rollout_program, supervised_batch
 
 Array = jax.Array
+
+PART = ".part-"  # between a warm start's name and the rest of its unfinished folder's
+UNLOCKED_SECONDS = 60.0  # after which an unfinished folder without a lock is a killed process's
 
 
 def answer_loss(
@@ -87,7 +92,7 @@ def obtain(
     cfg: WarmStartConfig, root: Path, on_step: Callable[[dict[str, Any]], None] = lambda row: None
 ) -> tuple[dict[str, Any], bool]:
     """(figures, whether they are of an artefact that was there): loads the artefact of this config or makes it, with
-    weights.msgpack and .json, config.json, metrics.jsonl. `on_step` sees every row of metrics.
+    weights.msgpack and .json, config.json, metrics.jsonl and its event file. `on_step` sees every row of metrics.
 
     It is made in a temporary folder and renamed, so what bears its name is whole; of two processes that make the same
     one, the first to end wins and both give its figures.
@@ -97,7 +102,8 @@ def obtain(
     warm start then takes its own path to the target. GPU runs are not promised to repeat bit for bit. So the name says
     what was asked for, and the sha256 in the JSON which weights came out.
 
-    Raises ValueError on a bad config or a damaged artefact; TargetMissed when `cfg.steps` pass without every task
+    Raises ValueError on a bad config or a damaged artefact; FloatingPointError on a loss that is not finite, naming the
+    step; TargetMissed when `cfg.steps` pass without every task
     between target and ceiling. That attempt is then kept beside the artefact's place, as NAME-below_target or
     NAME-above_ceiling, in place of an earlier one.
     """
@@ -107,7 +113,9 @@ def obtain(
         return figures, True
     folder = artefact(cfg, root).parent
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=root) as temporary:
+    _remove_leftovers(root, f"{folder.name}{PART}")
+    unfinished = tempfile.TemporaryDirectory(prefix=f"{folder.name}{PART}", dir=root)
+    with unfinished as temporary, locked(Path(temporary)):
         made = Path(temporary) / folder.name
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config_tree.to_json(cfg), indent=1) + "\n")
@@ -122,6 +130,16 @@ def obtain(
         if _rename(made, folder):
             return figures, False
     return load_figures(cfg, root), True
+
+
+def _remove_leftovers(root: Path, prefix: str) -> None:
+    """Removes the unfinished folders of killed processes: those whose lock nobody holds."""
+    for folder in root.glob(f"{prefix}*"):
+        with contextlib.suppress(RunFolderError, FileNotFoundError):  # held by its process; removed by another
+            # without a lock it may be a living process's, made just now
+            if (folder / LOCK).exists() or time.time() - folder.stat().st_mtime > UNLOCKED_SECONDS:
+                with locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _accepted(cfg: WarmStartConfig, reached: dict[str, float]) -> bool:
@@ -206,6 +224,7 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
             for step in range(1, cfg.steps + 1):
                 params, opt_state, metrics = step_fn(params, opt_state, next(batches))
                 metrics = {k: float(v) for k, v in metrics.items()}
+                _check_finite(step, metrics)
                 if step % cfg.eval_every and step < cfg.steps:
                     report("train", **metrics)
                     continue
@@ -227,6 +246,14 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     info = {"figures": figures, "config": config_tree.to_json(cfg)}
     save_weights(folder / "weights.msgpack", params, cfg.model, info)
     return figures
+
+
+def _check_finite(step: int, metrics: dict[str, float]) -> None:
+    if bad := [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]:
+        raise FloatingPointError(
+            f"warm start, step {step}: the loss is not finite: {', '.join(bad)}; nothing is kept. Lower "
+            "optim.learning_rate or optim.max_grad_norm"
+        )
 
 
 def _figures(cfg: WarmStartConfig, reached: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
@@ -281,7 +308,7 @@ def sampled_accuracy(cfg: WarmStartConfig) -> Callable[[Any, int], dict[str, flo
         return total / n
 
     def score(params: Any, n: int) -> dict[str, float]:
-        packed = pack_program(cfg.model, Precision(), False)(params, {})
+        packed = pack_program(cfg.model, Precision())(params, {})
         return {label: accuracy(cfg.task.only(label), packed, n) for label in taught_labels(cfg.task)}
 
     return score

@@ -11,7 +11,6 @@ raises AssertionError; K is a multiple of the block, N of a tile's rows. `check_
 They run eagerly, which saves a compilation a format; `check_jit` and `check_packing` tie the jitted functions to that.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -156,11 +155,26 @@ def check_block_permutation(fmt: BlockFormat, x: Array) -> None:
 
 
 def check_stochastic_rounding(fmt: BlockFormat, x: Array) -> None:
-    """Scales are those of rounding to nearest; elements are the nearest or next to it on the grid."""
-    nearest, t = (_quantize(x, fmt, key=key) for key in (None, jax.random.key(1)))
-    _same(dataclasses.replace(t, codes=nearest.codes), nearest)
-    away = np.abs(_ordinals(t) - _ordinals(nearest))
+    """Scales are those of rounding to nearest; elements are the nearest or next to it on the grid, and x on average.
+
+    For fixed weights w the sum of w times the errors, in grid steps of variance up to 1/4, has mean 0. Weights are the
+    sign of x, and the errors of rounding to nearest: they show draws that go one way, or to the nearest, too often.
+    """
+    nearest, drawn = (_encode(x, fmt, key=key) for key in (None, jax.random.key(1)))
+    _same(drawn._replace(elements=nearest.elements), nearest)
+    away = np.abs(np.subtract(*(_ordinals(tensor.to_block_tensor(e, fmt)) for e in (drawn, nearest))))
     assert away.max() <= 1, f"{fmt.name}: an element is {away.max()} grid points from the nearest"
+
+    step = np.broadcast_to(nearest.step, x.shape).astype(np.float64)
+    usable = np.isfinite(x) & (step > 0)
+    ratio = x[usable] / step[usable]
+    inside = np.abs(ratio) <= fmt.element.max
+    ratio, near, draw = (a[inside] for a in (ratio, *(np.asarray(e.elements)[usable] for e in (nearest, drawn))))
+    exponent = np.maximum(np.frexp(ratio)[1] - 1, fmt.element.min_exponent)
+    near, draw = ((a - ratio) * 2.0 ** (fmt.element.mantissa_bits - exponent) for a in (near, draw))
+    for weights in (np.sign(ratio), near):
+        off, bound = abs(np.sum(weights * draw)), 5 * np.sqrt(np.sum(weights**2) / 4)
+        assert off <= bound, f"{fmt.name}: stochastic rounding is off by {off:.3g} steps, chance by up to {bound:.3g}"
 
 
 # Finite x ------------------------------------------------------------------------------------------------------------

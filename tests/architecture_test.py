@@ -1,6 +1,7 @@
 """Who may import whom: walks the imports of every module. Also a script: `python tests/architecture_test.py`.
 
-Direction: pallas_kernels <- quads_jax.quant <- precision <- ops <- models <- rl <- train <- experiments <- launch.py.
+Direction: pallas_kernels <- quads_jax.quant <- precision <- ops <- models <- rl <- programs <- step <- train <-
+experiments <- launch.py.
 """
 
 import ast
@@ -26,10 +27,19 @@ ALLOWED = {
     "quads_jax.rl": _LEFT_OF_RL,
     "quads_jax.rl.losses": (),
     "quads_jax.rl.advantage": (),
-    "quads_jax.tasks": (),
+    "quads_jax.rl.corrections": ("quads_jax.rl.losses",),
+    "quads_jax.rl.kl": ("quads_jax.rl.losses",),
+    "quads_jax.rl.shaping": (),
+    "quads_jax.tasks": ("quads_jax.config_tree",),
     "quads_jax.config_tree": (),
-    "quads_jax.metrics": (),
-    "quads_jax.report": ("quads_jax.metrics",),
+    "quads_jax.events": (),
+    "quads_jax.metrics": ("quads_jax.config_tree", "quads_jax.events"),
+    "quads_jax.plots": (),
+    "quads_jax.results": ("quads_jax.config_tree", "quads_jax.metrics"),
+    "quads_jax.report": ("quads_jax.plots", "quads_jax.results"),
+    "quads_jax.sweep_results": ("quads_jax.metrics", "quads_jax.results"),
+    "quads_jax.comparison_plots": ("quads_jax.plots", "quads_jax.results", "quads_jax.sweep_results"),
+    "quads_jax.comparison": ("quads_jax.results", "quads_jax.sweep_results", "quads_jax.comparison_plots"),
     "quads_jax.device": (),
     "quads_jax.checkpoints": ("quads_jax.config_tree", "quads_jax.models", "quads_jax.rl"),
     "quads_jax.config": (
@@ -38,12 +48,25 @@ ALLOWED = {
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.inspection": ("quads_jax",),  # likewise
+    "quads_jax.gaps": (
+        "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
+    "quads_jax.programs": ("quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl"),
+    "quads_jax.step": (
+        "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.tasks",
+        "quads_jax.config", "quads_jax.device", "quads_jax.programs"),
+    "quads_jax.start": (
+        "quads_jax.config_tree", "quads_jax.models", "quads_jax.config", "quads_jax.checkpoints", "quads_jax.step"),
+    "quads_jax.guards": (
+        "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.config_tree",
+        "quads_jax.config", "quads_jax.checkpoints", "quads_jax.programs", "quads_jax.step"),
     "quads_jax.train": ("quads_jax",),
     "quads_jax.testing": ("quads_jax.quant", "pallas_kernels.storage"),
     "experiments": ("quads_jax",),
+    "experiments.quantizer_speed": ("quads_jax", "experiments", "pallas_kernels"),  # a kernel's speed, beside XLA's
     "launch": ("quads_jax", "experiments"),
 }
-ARRAY_MATHS = ("quads_jax.rl.losses", "quads_jax.rl.advantage")  # import these and the standard library only:
+# These import what ALLOWED says, the standard library and
+ARRAY_MATHS = tuple(f"quads_jax.rl.{name}" for name in ("losses", "advantage", "corrections", "kl", "shaping"))
 ARRAY_MATHS_IMPORTS = {"jax", "chex"}
 FLAG_READERS = ("experiments", "launch")
 LAZY_ONLY = {"jax_triton", "triton"}
@@ -146,9 +169,17 @@ CASES = [
     ("quads_jax/rl/losses.py", "from __future__ import annotations\nimport math, chex\nfrom jax import lax", None),
     ("quads_jax/rl/losses.py", "import numpy as np", "jax, chex and the standard library"),
     ("quads_jax/rl/losses.py", "from quads_jax.rl import types", "may not import quads_jax.rl.types"),
+    ("quads_jax/rl/kl.py", "from quads_jax.rl.losses import masked_mean", None),
+    ("quads_jax/rl/kl.py", "from quads_jax.rl import types", "may not import quads_jax.rl.types"),
     ("quads_jax/tasks/chain_sum.py", "from quads_jax.rl import types", "may not import quads_jax.rl.types"),
     ("quads_jax/config.py", "from quads_jax.tasks import TASKS", None),
     ("quads_jax/config.py", "from quads_jax import train", "may not import quads_jax.train"),
+    ("quads_jax/programs.py", "from quads_jax.rl.update import update", None),
+    ("quads_jax/programs.py", "from quads_jax import step", "may not import quads_jax.step"),
+    ("quads_jax/step.py", "from quads_jax import guards", "may not import quads_jax.guards"),
+    ("quads_jax/guards.py", "from quads_jax import step, programs", None),
+    ("quads_jax/guards.py", "from quads_jax import train", "may not import quads_jax.train"),
+    ("quads_jax/device.py", "from quads_jax import config", "may not import quads_jax.config"),
     ("quads_jax/train.py", "from quads_jax import config, metrics, pack, rl", None),
     ("quads_jax/train.py", "from experiments import warm_start", "may not import experiments.warm_start"),
     ("quads_jax/train.py", "from absl import app, flags", "flags are read in"),

@@ -1,14 +1,21 @@
 import dataclasses
 import json
+import math
+import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from quads_jax import checkpoints, config_tree
-from quads_jax.checkpoints import SHIPPED, load_weights, save_weights
+from quads_jax.checkpoints import SHIPPED, load_weights, save_weights, weights_sha256
 from quads_jax.config import WarmStartConfig
+from quads_jax.models import hf
+from quads_jax.models.config import LATER_FIELDS
 from quads_jax.models.decoder import parameter_count
+from quads_jax.train import train
+from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, params
 
 
@@ -35,8 +42,18 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     description = path.with_suffix(".json").read_text()
     for text, message in (
         ("{", "not the description"),
-        ("{}", "KeyError"),
-        ("[]", "not the description"),
+        ("{}", "sha256=None is not of type str"),
+        ("[]", "not the description of a weights file: it holds no object"),
+        (description.replace('"parts": 1,', '"parts": true,'), "parts=True is not of type int"),
+        (description.replace('"parts": 1,', '"parts": 1.0,'), "parts=1.0 is not of type int"),
+        (description.replace('"parts": 1,', '"parts": 0,'), "parts=0 must be at least 1 and at most 10000"),
+        (description.replace('"parts": 1,', '"parts": 1000000000000,'), "parts=1000000000000 must be at least 1"),
+        (description.replace('"parts": 1,', '"parts": 3,'), r"no weights file .*w\.part1\.msgpack"),
+        (description.replace('"parts": 1,', '"parts": 1, "parts": 1,'), "w.json is not .*'parts' occurs twice"),
+        (description.replace('"parts": 1,', '"parts": 1, "x": NaN,'), "w.json is not the description .*NaN"),
+        (re.sub('"sha256": "[^"]*"', '"sha256": "ab"', description), "sha256='ab' is not 64 hex digits"),
+        (re.sub('"sha256": "[^"]*"', '"sha256": ["a"]', description), r"sha256=\['a'\] is not of type str"),
+        (re.sub('"model": {[^}]*}', '"model": [1]', description), r"model=\[1\] is not of type dict"),
         (description.replace("0.25", "0.99"), "damaged"),  # figures are believed, so they are covered too
         (description.replace("10000", "5"), "damaged"),
     ):
@@ -49,6 +66,52 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
     save_weights(path, params(), dataclasses.replace(MODEL, d_expert=48), {})  # tensors of another model
     with pytest.raises(ValueError, match=r"does not fit its model config:\n.*down.*\(2, 4, 32, 32\).*\(2, 4, 32, 48\)"):
         load_weights(path)
+
+
+@pytest.mark.parametrize("init", ["x" * 300, f"{'y/' * 3000}z", "/", "", ".", "a\0b", "/dev/null", "x" * 252 + ".bc"])
+def test_a_name_that_no_file_can_have_is_refused(init):
+    with pytest.raises(ValueError, match="no weights file .*give init a path"):
+        load_weights(init)
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="NaN"):
+        save_weights(tmp_path / "w.msgpack", params(), MODEL, {"figures": {"pass@1": math.nan}})
+    assert not list(tmp_path.iterdir())
+    save_weights(tmp_path / "w.msgpack", params(), MODEL, {"delta": -0.0})
+    assert load_weights(tmp_path / "w.msgpack")[2]["delta"] == 0
+
+
+def test_a_checkpoint_folder_of_the_hub_starts_the_run_that_the_file_of_the_same_weights_starts(tmp_path):
+    file, folder = tmp_path / "w.msgpack", tmp_path / "hub"
+    save_weights(file, params(), MODEL, {})
+    hf.save(folder, params(), MODEL, "qwen3_moe")
+    tree, model, meta = load_weights(folder)
+    assert model == MODEL and meta == {} and all(type(a) is np.ndarray for a in jax.tree.leaves(tree))
+    jax.tree.map(np.testing.assert_array_equal, tree, load_weights(file)[0])
+    runs = {init: tmp_path / name for init, name in ((str(folder), "from_folder"), (str(file), "from_file"))}
+    states = [train(config(init, steps=2), run) for init, run in runs.items()]
+    assert digest(states[0]) == digest(states[1])
+    (header, *steps), (_, *expected) = map(rows, runs.values())
+    assert steps == expected and len(steps) > 2 and header["init"] == weights_sha256(folder) != weights_sha256(file)
+    with pytest.raises(ValueError, match=r"no weights file .*from_none/config\.json"):
+        (tmp_path / "from_none").mkdir()
+        load_weights(tmp_path / "from_none")
+
+
+def test_the_hash_of_a_folder_covers_every_byte_and_not_its_place(tmp_path):
+    folder = tmp_path / "hub"
+    hf.save(folder, params(), MODEL, "qwen3_moe")
+    first = weights_sha256(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert weights_sha256(tmp_path / "copy") == first and re.fullmatch("[0-9a-f]{64}", first)
+    for name in (hf.CONFIG, hf.SINGLE):
+        path = folder / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        assert weights_sha256(folder) != first
+        path.write_bytes(data)
+    assert weights_sha256(folder) == first
 
 
 def test_large_weights_are_written_in_parts(tmp_path, monkeypatch):
@@ -73,7 +136,8 @@ def test_the_shipped_checkpoint_is_small_and_says_where_it_came_from():
     tree, model, meta = load_weights("shipped")
     assert parameter_count(tree) * 2 <= SHIPPED.stat().st_size
     cfg = WarmStartConfig()  # what `launch.py --experiment=warm_start` makes
-    assert meta["config"] == config_tree.to_json(cfg) and model == cfg.model
+    said = meta["config"] | {"model": LATER_FIELDS | meta["config"]["model"]}
+    assert said == config_tree.to_json(cfg) and model == cfg.model
     figures = meta["figures"]
     assert figures["prompts"] == cfg.final_prompts and list(figures["tasks"]) == list(cfg.task.labels)
     assert all(

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from quads_jax.config_tree import config_hash, from_json, leaf_paths, override, to_json
+from quads_jax.config_tree import config_hash, from_json, leaf_paths, override, parse_json, to_json
 from quads_jax.tasks import TASKS, ChainSum, Task
 
 
@@ -61,6 +61,8 @@ REGISTRY = {Shape: {"square": Square, "circle": Circle}}
 
 @pytest.mark.parametrize("text, value", [
     ("optim.learning_rate=1e-5", 1e-5), ("optim.learning_rate=3", 3.0), ("optim.learning_rate=-.5", -0.5),
+    ("optim.learning_rate=+1.E+2", 100.0), ("optim.learning_rate=5e-324", 5e-324), ("optim.learning_rate=0e-999", 0.0),
+    ("optim.warmup=+3", 3), ("optim.warmup=-9223372036854775808", -(2**63)),
     ("optim.warmup=7", 7), ("optim.warmup=-7", -7),
     ("optim.nesterov=true", True), ("optim.nesterov=false", False),
     ("optim.clip=none", None), ("optim.clip=0.5", 0.5),
@@ -115,7 +117,19 @@ def test_override_takes_typed_values(path, value):
     ("optim.clip=None", ["optim.clip", "'None'", "float"]),
     ("optim.schedule=linear", ["optim.schedule", "'linear'", "'constant', 'cosine', 3"]),
     ("widths=1,x", ["widths[1]", "'x'", "int"]),
-    ("widths=1,,2", ["widths[1]", "''", "int"]),
+    ("widths=1,,2", ["widths[1]", "''"]),
+    ("recipes=,", ["recipes[0]", "''"]),
+    ("optim.warmup=007", ["optim.warmup", "'007'", "int"]),
+    ("optim.warmup=9223372036854775808", ["optim.warmup", "'9223372036854775808'", "64 bits"]),
+    ("optim.warmup=" + "9" * 9999, ["optim.warmup", "'9999", "64 bits"]),
+    ("optim.learning_rate=1e-999", ["optim.learning_rate", "'1e-999'", "too small"]),
+    ("optim.learning_rate=1_0", ["optim.learning_rate", "'1_0'", "float"]),
+    ("optim.learning_rate=１", ["optim.learning_rate", "'１'", "float"]),
+    ("optim.learning_rate= 1", ["optim.learning_rate", "' 1'", "float"]),
+    ("optim.learning_rate=0x10", ["optim.learning_rate", "'0x10'", "float"]),
+    ("label=a\nb", ["label", "'a\\nb'", "control character"]),
+    ("label=a\udcff", ["label", "'a\\udcff'", "UTF-8"]),
+    ("x" * 9999 + "=1", ["'xxx", "valid keys are optim"]),
     ("optim=fast", ["optim", "'fast'", "optim.learning_rate, optim.warmup"]),
     ("optim.warmup", ["no '='", "path=value"]),
 ])  # fmt: skip
@@ -128,7 +142,11 @@ def test_bad_overrides_say_what_and_how(text, parts):
 @pytest.mark.parametrize("path, value", [
     ("optim.warmup", True), ("optim.warmup", 2.0), ("optim.learning_rate", True), ("optim.learning_rate", None),
     ("optim.learning_rate", math.nan), ("optim.learning_rate", math.inf), ("optim.learning_rate", 10**400),
+    ("optim.learning_rate", 2**53 + 1),
     ("optim.nesterov", 1), ("label", 3), ("label", None), ("widths", 3), ("widths", (True,)), ("optim.schedule", 3.0),
+    ("optim.warmup", "7"), ("optim.learning_rate", "1"), ("optim.nesterov", "true"), ("widths", "1,2"),
+    ("optim.clip", "none"), ("optim.schedule", "3"), ("optim.warmup", 2**63),
+    ("label", "\0"),
     ("shape", Optim()), ("optim", None)])
 def test_typed_values_of_another_type_are_refused(path, value):
     with pytest.raises(ValueError, match=path.replace(".", r"\.")):
@@ -168,6 +186,12 @@ def mutated(**changes):
     (mutated(label=3), ["label", "3", "str"]),
     (mutated(widths=[1, 2.5]), ["widths[1]", "2.5", "int"]),
     (mutated(optim=None), ["optim", "None"]),
+    (mutated(optim=[]), ["optim", "[]"]),
+    (mutated(widths="1,2"), ["widths", "'1,2'", "tuple"]),
+    (mutated(widths=["1"]), ["widths[0]", "'1'", "int"]),
+    (mutated(shape={"name": ["circle"], "sides": 0}), ["shape", "['circle']", "square, circle"]),
+    (mutated() | {3: 4}, ["unknown keys [3]"]),
+    (7, ["Config", "7", "set one of optim"]),
 ])  # fmt: skip
 def test_bad_json_says_what(data, parts):
     with pytest.raises(ValueError) as error:
@@ -223,3 +247,64 @@ def test_leaf_paths():
     assert leaf_paths(Config(shape=Square()))[:8] == [
         "optim.learning_rate", "optim.warmup", "optim.nesterov", "optim.clip", "optim.schedule", "shape.sides",
         "shape.edge", "extra"]
+
+
+def test_what_python_itself_refuses_to_print_is_named_by_its_size():
+    for path in ("optim.warmup", "optim.clip", "label", "widths", "optim"):
+        with pytest.raises(ValueError, match=f"{path}.*an integer of 16610 bits"):
+            override(Config(), path, 10**5000)
+
+
+def test_text_of_an_optional_survives_json():
+    config = Config(note="none")
+    assert from_json(Config, to_json(config), REGISTRY) == config
+
+
+def test_negative_zero_is_zero():
+    for config in (override(Config(), "optim.clip=-0.0"), override(Config(), "optim.clip", -0.0)):
+        assert math.copysign(1, config.optim.clip) == 1
+    assert config_hash(Config(optim=Optim(clip=-0.0))) == config_hash(Config(optim=Optim(clip=0.0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    side: int = 2
+    area: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "area", self.side**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    inner: Derived = Derived()
+
+
+def test_a_derived_field_is_written_verified_and_never_set():
+    new = override(Holder(), "inner.side=3")
+    data = to_json(new)
+    assert data == {"inner": {"side": 3, "area": 9}} and from_json(Holder, data) == new
+    assert leaf_paths(Holder()) == ["inner.side"]
+    with pytest.raises(ValueError, match=r"inner\.area is 9 now, not 4"):
+        from_json(Holder, {"inner": {"side": 3, "area": 4}})
+    with pytest.raises(ValueError, match="missing keys \\['area'\\]"):
+        from_json(Holder, {"inner": {"side": 3}})
+    with pytest.raises(ValueError, match=r"'inner\.area': area follows from the other fields"):
+        override(Holder(), "inner.area=9")
+
+
+@pytest.mark.parametrize("data, message", [
+    (b'{"a": 1, "b": 2, "a": 1}', "key 'a' occurs twice"), (b'{"a": {"b": 1, "b": 2}}', "key 'b' occurs twice"),
+    (b"[NaN]", "'NaN'.*finite"), (b"[-Infinity]", "'-Infinity'.*finite"), (b"1e400", "'1e400' is not finite"),
+    (b"-1e-400", "'-1e-400' is too small"), (b"9" * 9999, "9999 digits"), (b"[" * 200_000, "nested too deeply"),
+    (b'"\xff"', "invalid start byte"), (b"\xef\xbb\xbf1", "BOM"), (b"", "Expecting value"), (b"1 2", "Extra data"),
+    (b'{"a": 1}\0', "Extra data"), (b"{'a': 1}", "double quotes"), (b"01", "Extra data"),
+])  # fmt: skip
+def test_json_with_more_or_less_than_one_meaning_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        parse_json(data)
+
+
+def test_json_is_read_as_it_stands():
+    text = '{"a": [1, -2.5e3, true, null, "\\u00e9\\ud83d\\ude00"], "": {}}'
+    assert parse_json(text.encode()) == {"a": [1, -2500.0, True, None, "é😀"], "": {}} == json.loads(text)

@@ -69,7 +69,7 @@ def test_rows_for_every_recipe_and_decoding():
     "change,message",
     [
         (dict(recipes=()), "recipes is empty"),
-        (dict(recipes=("QUADS:half",)), "must be NAME or NAME:RATIO"),
+        (dict(recipes=("QUADS:half",)), r"must be NAME\[:RATIO"),
         (dict(recipes=("NAIVE:0.5",)), "no effect on recipe NAIVE"),
         (dict(ks=(16,)), "pass@16 needs"),
         (dict(rows=6), "rows=6"),

@@ -1,5 +1,6 @@
 """The command line as a user meets it: every case is a process."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -10,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments import common
 from quads_jax.config import TrainConfig, from_json
+from quads_jax.config_tree import to_json
+from quads_jax.metrics import read_metrics
+from quads_jax.tasks import ChainSum
+from tests.resume_process import config, make_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,13 +41,19 @@ REFUSED = {
         ("--experiment=train", "--dry_run", "--recipe=NAIVE", "--set=recipe.ratio=0.5"), "no effect on recipe NAIVE"
     ),
     "flag without effect": (("--recipe=BF16",), "--recipe has no effect on this experiment"),
-    "list flag without effect": (("--recipes=BF16",), "--recipes has no effect on this experiment; it reads --workdir"),
-    "set of a fixed list": (("--experiment=prototype", "--set=steps=3"), "--set has no effect on this experiment"),
-    "steps of a smoke list": (("--experiment=mixture", "--smoke", "--steps=3"), "--steps has no effect on this"),
-    "list without warm starts": (("--experiment=gpu_list", "--warm_starts=x"), "--warm_starts has no effect on this"),
-    "list without folder": (("--experiment=mixture", "--dry_run"), "give --workdir=FOLDER"),
-    "seed of a list": (("--experiment=gpu_list", "--workdir=x", "--set=seed=3"), "a list chooses these by --seeds"),
-    "bad list": (("--experiment=prototype", "--workdir=x", "--recipes=QUAD"), "unknown recipe 'QUAD'"),
+    "sweep flag without effect": (("--grid=steps=1,2",), "--grid has no effect on this experiment; it reads --workdir"),
+    "sweep without folder": (("--experiment=sweep", "--dry_run", "--grid=steps=1,2"), "give --workdir=FOLDER"),
+    "unknown sweep": (("--experiment=sweep", "--workdir=x", "--sweep=mix"), "unknown sweep 'mix'; sweeps are"),
+    "task of a named sweep": (("--experiment=sweep", "--sweep=mixture", "--task=chain_sum"), "--task has no effect on"),
+    "sweep without warm starts": (
+        ("--experiment=sweep", "--sweep=prototype", "--smoke", "--warm_starts=x"), "--warm_starts has no effect on this"
+    ),
+    "unknown axis": (("--experiment=sweep", "--workdir=x", "--grid=optim.lr=1,2"), "axis optim.lr: unknown key 'lr'"),
+    "bad point": (
+        ("--experiment=sweep", "--workdir=x", "--grid=update.minibatches=2,5"), "point minibatches=5-seed0"
+    ),
+    "deterministic without effect": (("--experiment=evaluate", "--deterministic"), "--deterministic has no effect on"),
+    "no SLURM": (("--experiment=sweep", "--workdir=x", "--grid=steps=1,2", "--slurm=nodes=2"), "nodes is fixed"),
     "fixed recipes": (("--dry_run", "--set=recipe.ratio=0.5"), "the main job compares fixed recipes"),
     "missing weights": (("--experiment=train", "--set=init=nothing.msgpack"), "no weights file nothing.msgpack"),
     "another vocabulary": (("--experiment=train", "--dry_run", "--task=mixture"), "has 17 ids, task mixture has 48"),
@@ -51,7 +63,16 @@ REFUSED = {
     "no run": (("--experiment=report", "--workdir=pallas_kernels"), "holds no run"),
     "seeds": (("--dry_run", "--seeds=0"), "--seeds=0 must be at least 1"),
     "evaluated vocabulary": (("--experiment=evaluate", "--task=mixture"), "has 17 ids, task mixture has 48"),
-    "bad evaluation": (("--experiment=evaluate", "--dry_run", "--set=recipes=QUADS:x"), "must be NAME or NAME:RATIO"),
+    "config without effect": (("--config=x",), "--config has no effect on this experiment; it reads --workdir"),
+    "absent config": (("--experiment=train", "--dry_run", "--config=x"), "config file 'x': not there or not a file"),
+    "no config": (
+        ("--experiment=warm_start", "--dry_run", "--config=LICENSE"), "config file 'LICENSE': Expecting value: line 2"
+    ),
+    "config of a job": (
+        ("--experiment=train", "--config=experiments/results/main/config.json"), "TrainConfig: unknown keys ['experim"
+    ),
+    "task without file": (("--experiment=train", "--dry_run", "--task=jsonl"), "--set=task.file=FILE"),
+    "bad evaluation": (("--experiment=evaluate", "--dry_run", "--set=recipes=QUADS:x"), "must be NAME[:RATIO"),
 }  # fmt: skip
 
 
@@ -71,31 +92,77 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
 
 def test_list_names_every_experiment_with_its_question():
     lines = run("--list").stdout.splitlines()
-    names = "main train warm_start evaluate inspect quantizer_speed batch_shape gpu_list prototype mixture report"
+    names = "main train warm_start evaluate inspect quantizer_speed batch_shape sweep report replay"
     assert [line.split()[0] for line in lines] == names.split()
     assert all(len(line.split()) > 5 for line in lines)
 
 
 def test_help_lists_every_flag():
     text = run("--helpshort").stdout
-    names = "experiment list workdir resume set dry_run task recipe steps seeds recipes old_logps parallel"
-    listed = [*names.split(), "budget_seconds", "warm_starts", "smoke"]
+    names = "experiment list workdir config resume set dry_run task recipe steps seeds sweep grid zip random"
+    listed = [*names.split(), "samples", "random_seed", "baseline", "parallel", "budget_seconds", "retry_failed"]
+    listed += ["slurm", "warm_starts", "smoke"]
     missing = [name for name in listed if f"--{name}:" not in text.replace("[no]", "")]
     assert not missing, text
 
 
-@pytest.mark.parametrize("start", [("--experiment=mixture",), ("experiments.mixture",)])
-def test_dry_run_of_a_list_prints_the_commands_of_its_points(start):
-    flags = ("--dry_run", "--workdir=list", "--warm_starts=store", "--seeds=2", "--recipes=FP8", "--old_logps=trainer")
+@pytest.mark.parametrize("start", [("--experiment=sweep",), ("experiments.sweep",)])
+def test_dry_run_of_a_sweep_prints_the_commands_of_its_points(start):
+    axes = ("--sweep=mixture", "--grid=recipe=FP8", "--grid=update.old_logp=trainer", "--seeds=2")
+    flags = (*axes, "--dry_run", "--workdir=list", "--warm_starts=store", "--baseline=recipe=FP8")
     process = run(*start, *flags, module=not start[0].startswith("--"))
     commands = [shlex.split(line) for line in process.stdout.splitlines()]
     assert [c[2] for c in commands] == ["--experiment=warm_start"] * 2 + ["--experiment=train"] * 2, process
     assert [c[3] for c in commands[:2]] == ["--workdir=store"] * 2
-    assert commands[3][3] == "--workdir=list/points/old-trainer-FP8-seed1"
+    assert commands[3][3:5] == ["--resume", "--workdir=list/points/old_logp=trainer,recipe=FP8-seed1"]
     assert all("--task=mixture" in c for c in commands) and "--set=recipe.name=FP8" in commands[3]
     made = json.loads(run(*commands[1][2:], "--dry_run").stdout)  # {where the warm start will lie: its config}
     (path,) = made
     assert f"--set=init={path}" in commands[3] and path.startswith("store/mixture-")
+
+
+def test_a_sweep_runs_its_points_compares_them_and_is_continued(tmp_path):
+    weights = make_weights(tmp_path / "tiny.msgpack")
+    base = config(weights, steps=2)
+    flags = [flag for flag in common.flags_for(base, TrainConfig()) if "recipe" not in flag]
+    sweep = ("--experiment=sweep", f"--workdir={tmp_path / 'sweep'}", "--parallel=2", "--baseline=recipe=BF16", *flags)
+    process = run(*sweep, "--grid=recipe=BF16,NAIVE")
+    assert process.returncode == 0 and "\n2 finished\n" in process.stdout, process
+    folder = tmp_path / "sweep"
+    assert (folder / "COMPARISON.md").exists() and f"{folder / 'COMPARISON.md'}\n" in process.stdout
+    about = json.loads((folder / "sweep.json").read_text())
+    assert about["device"].startswith("cpu x 1")
+    for point in about["points"]:
+        assert len(read_metrics(folder / point["run"] / "metrics.jsonl")) > 2
+        assert json.loads((folder / point["run"] / "run.json").read_text())["status"] == "finished"
+    process = run(*sweep, "--grid=recipe=BF16")
+    assert process.returncode == 0 and "1 point, 1 finished earlier, 2 at once\n" in process.stdout, process
+    assert json.loads((folder / "sweep.json").read_text())["points"] == about["points"]
+
+
+JOB = {"commit": "abc", "device": "cpu", "deterministic": False, "runs": [{"label": "BF16", "seed": 0}]}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[]", "is damaged .it holds no object"),
+        ("[" * 10_000 + "]" * 10_000, "is damaged .*nested too deeply"),
+        ('{"runs": [], "runs": []}', "is damaged .*'runs' occurs twice"),
+        ("{}", r"does not describe a job \(KeyError\('runs'\)\)"),
+        (json.dumps(JOB | {"runs": ["BF16"]}), "does not describe a job"),
+        (json.dumps(JOB | {"runs": [{"label": "BF16"}]}), "does not describe a job .*'seed'"),
+        (json.dumps(JOB | {"runs": None}), "does not describe a job"),
+        (json.dumps({k: v for k, v in JOB.items() if k != "commit"}), "does not describe a job .*'commit'"),
+        (json.dumps(JOB | {"device": 1}), "does not describe a job"),
+    ],
+)
+def test_a_job_whose_record_is_damaged_is_not_continued(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json {message}.*choose another --workdir"):
+        common.continued(JOB, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(JOB | {"commit": "def"}))
+    assert common.continued(JOB, tmp_path) == JOB | {"commit": "def, abc"}
 
 
 def test_dry_run_prints_the_resolved_job():
@@ -104,6 +171,18 @@ def test_dry_run_prints_the_resolved_job():
     for entry in job["runs"]:
         config = from_json(TrainConfig, {k: v for k, v in entry.items() if k != "label"})
         assert config.optim.learning_rate == 1e-5 and config.seed in (0, 1)
+
+
+def test_a_config_file_with_flags_on_top(tmp_path):
+    path = tmp_path / "config.json"
+    saved = dataclasses.replace(TrainConfig(), steps=7, seed=3, task=ChainSum(operands=4, digits=1, modulus=10))
+    path.write_text(json.dumps(to_json(saved)))
+    flags = (f"--config={path}", "--steps=9", "--set=optim.learning_rate=1e-5")
+    (run_,) = json.loads(run("--experiment=train", "--dry_run", *flags).stdout)["runs"]
+    assert {k: v for k, v in run_.items() if k not in ("label", "steps", "optim")} == {
+        k: v for k, v in to_json(saved).items() if k not in ("steps", "optim")
+    }
+    assert (run_["steps"], run_["optim"]["learning_rate"], run_["optim"]["warmup_steps"]) == (9, 1e-5, 5)
 
 
 def test_an_experiment_runs_alone():

@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import struct
+import time
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +51,21 @@ def test_a_half_written_last_line_is_left_out_and_overwritten(tmp_path):
     assert read_metrics(path) == [{"step": 0}, {"step": 1}]
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "rew', "3"])
+def test_zero_has_no_sign(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"a": -0.0, "b": np.float32(-0.0)})
+    assert path.read_text() == '{"a": 0.0, "b": 0.0}\n'
+
+
+BROKEN = ['{"step": 1, "rew', "3", '{"a": 1, "a": 1}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e400}',
+          '{"a": "\xff"}', '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}", "[" * 600 + "]" * 600]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BROKEN)
 def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    path.write_bytes(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match="metrics.jsonl:2"):
         read_metrics(path)
 
@@ -198,3 +211,120 @@ def test_finish_without_an_update_prints_nothing():
                                            (36061, "10:01:01")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+# TensorBoard ----------------------------------------------------------------------------------------------------------
+
+
+def crc32c(data):
+    """Bit by bit, polynomial 0x1EDC6F41 reflected (RFC 3720)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked(data):
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def fields(data):
+    """(number, value) of a protobuf message: an int, or the bytes of the other wire types."""
+    at, found = 0, []
+
+    def varint():
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = data[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            found.append((key >> 3, varint()))
+        else:
+            size = {1: 8, 5: 4}.get(key & 7) or varint()
+            found.append((key >> 3, data[at : at + size]))
+            at += size
+    return found
+
+
+def scalars(folder):
+    """[(step, {tag: f32})] of the folder's one event file, by TensorBoard's published formats alone."""
+    (path,) = folder.glob("*tfevents*")
+    data, at, events = path.read_bytes(), 0, []
+    while at < len(data):
+        length, check = struct.unpack_from("<QI", data, at)
+        assert check == masked(data[at : at + 8])
+        message = data[at + 12 : at + 12 + length]
+        assert struct.unpack_from("<I", data, at + 12 + length) == (masked(message),)
+        events.append(dict(fields(message)))
+        at += 16 + length
+    assert events[0][3] == b"brain.Event:2"
+    assert all(abs(struct.unpack("<d", event[1])[0] - time.time()) < 60 for event in events)
+    out = []
+    for event in events[1:]:
+        values = [dict(fields(value)) for _, value in fields(event[5])]
+        out.append((event.get(2, 0), {v[1].decode(): struct.unpack("<f", v[2])[0] for v in values}))
+    return out
+
+
+ROWS = [
+    {"kind": "run", "step": 0, "config_hash": "abc"},
+    {"kind": "eval", "step": 0, "precision": "rollout", "pass@1": 0.25, "n": 16},
+    {"kind": "train", "step": 1, "reward": 0.5, "gap/mean": 1e-3, "loss": math.inf, "refreshed": None, "ok": True},
+    {"kind": "train", "step": 300, "reward": 0.1},
+]
+SCALARS = [
+    (0, {}),
+    (0, {"eval/rollout/pass@1": 0.25, "eval/rollout/n": 16.0}),
+    (1, {"reward": 0.5, "gap/mean": float(np.float32(1e-3)), "loss": math.inf}),
+    (300, {"reward": float(np.float32(0.1))}),
+]
+
+
+def test_the_checksum_here_is_right():
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+
+
+def test_tensorboard_sees_every_row_at_once(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for i, row in enumerate(ROWS):
+            writer.write(row)
+            assert scalars(tmp_path) == SCALARS[: i + 1]
+
+
+def test_a_resume_writes_tensorboards_file_again_and_no_step_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for row in ROWS:
+            writer.write(row)
+    (before,) = tmp_path.glob("*tfevents*")
+    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"of a killed run")
+    keep = path.read_bytes().splitlines(keepends=True)[:3]
+    path.write_bytes(b"".join(keep) + b'{"torn')
+    with MetricsWriter(path) as writer:
+        assert scalars(tmp_path) == SCALARS[:3] and not before.exists()
+        writer.write(ROWS[3])
+    assert scalars(tmp_path) == SCALARS
+
+
+def test_a_run_goes_on_without_tensorboards_file(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write(ROWS[0])
+    writer._events._file.close()
+    writer._events._file = open("/dev/full", "wb")  # every write to it is ENOSPC
+    for row in ROWS[1:]:
+        writer.write(row)
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
+    (warning,) = caplog.records
+    assert "no more TensorBoard events: [Errno 28]" in warning.message
+    with MetricsWriter(tmp_path / "metrics.jsonl"):
+        assert scalars(tmp_path) == SCALARS

@@ -5,6 +5,7 @@ Mutated code must make the `check_*` functions raise.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ import pytest
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, init_params
-from quads_jax.pack import gemm_role, leaf_name, lookup, pack, packed_bytes
+from quads_jax.pack import flipped_by_layer, flipped_share, gemm_role, has_codes, leaf_name, lookup, pack, packed_bytes
 from quads_jax.precision import ROLES, LayerPrecision, Precision, make_precision, recipe
 from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.tensor import BlockTensor, quantize
+from tests import tiny
 
 # Every GEMM there is: a dense layer, two scanned MoE layers with a shared expert, an untied head. All weights of one
 # matrix are [128, 64] or [64, 64], so that few programs read them all.
@@ -281,3 +283,28 @@ def test_teacher_forced_logits_of_both_sides_are_equal_bitwise():
     rollout = np.asarray(jax.jit(lambda p: logits(ops.unpack(p, FOUR_BIT.dtype)))(packed))
     np.testing.assert_array_equal(trainer[valid], rollout[valid])
     assert np.isfinite(trainer[valid]).all() and trainer[valid].std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["NAIVE", "FP8"])
+def test_flipped_share_counts_codes_over_all_leaves(name):
+    p = recipe(name).rollout
+    first, other = tiny.params(0), tiny.params(1)
+    near = jax.tree.map(lambda a, b: a + 0.02 * b, first, other)
+    packed = jax.jit(lambda params: pack(params, {}, p))
+    trees = [packed(params) for params in (first, near, other)]
+    for new in trees:
+        apart = total = 0
+        for a, b in zip(*(jax.tree.leaves(tree, is_leaf=is_packed) for tree in (trees[0], new)), strict=True):
+            if is_packed(a):
+                codes = [np.asarray(t.codes) for t in (a, b)]
+                halves = [np.stack([c & 15, c >> 4]) for c in codes] if a.fmt.element.bits == 4 else codes
+                apart, total = apart + np.sum(halves[0] != halves[1]), total + halves[0].size
+        np.testing.assert_allclose(jax.jit(flipped_share)(trees[0], new), apart / total, rtol=1e-6)
+        shares = flipped_by_layer(trees[0], new)
+        sizes = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_packed)}
+        assert all(share.shape == (tiny.MODEL.layers,) for share in shares.values()) and len(shares) == 4
+        weighted = sum(float(share.mean()) * math.prod(sizes[name].shape) for name, share in shares.items())
+        np.testing.assert_allclose(weighted / total, apart / total, rtol=1e-6)
+    none, few, many = (jax.jit(flipped_share)(trees[0], new) for new in trees)
+    assert none == 0 < few < many < 1
+    assert has_codes(trees[0]) and not has_codes(pack(first, {}, recipe("BF16").rollout))

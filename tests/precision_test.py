@@ -8,6 +8,7 @@ import pytest
 
 from quads_jax.models.decoder import Decoder
 from quads_jax.precision import (
+    COMPENSATED,
     DEFAULT_ROLES,
     RECIPES,
     ROLES,
@@ -35,6 +36,8 @@ SIDES = {  # name: rollout, trainer, and what the sides are called
     "SYM": (W4A4, W4A4, "W4A4", "W4A4"),
     "QUADS": (
         LayerPrecision(NVFP4, NVFP4, ResidualSpec(0.5, "block")), W4A16, "W4A4+RAC 0.5 block", "W4A16"),
+    "RAC": (
+        LayerPrecision(NVFP4, NVFP4, ResidualSpec(0.5, "block")), PLAIN, "W4A4+RAC 0.5 block", "BF16"),
 }  # fmt: skip
 
 
@@ -47,7 +50,7 @@ def test_sides(name):
     rollout, trainer, rollout_name, trainer_name = SIDES[name]
     made = recipe(name)
     assert (made.rollout.name, made.trainer.name) == (rollout_name, trainer_name)
-    assert made.label == ("QUADS-50" if name == "QUADS" else name)
+    assert made.label == (f"{name}-50" if name in COMPENSATED else name)
     for side, layer in ((made.rollout, rollout), (made.trainer, trainer)):
         for role in ROLES:
             assert side.role(role) == (layer if role in DEFAULT_ROLES else PLAIN)
@@ -74,6 +77,14 @@ def test_quads_options(options, label, permuted, needs_order):
     assert made.rollout.needs_order == needs_order
     assert made.trainer.needs_order == permuted
     assert made.trainer.experts.activation is None and made.trainer.experts.residual is None
+
+
+def test_rac_is_the_rollout_of_quads_before_a_bf16_trainer():
+    for options in ({"ratio": 1.0}, {"ratio": 0.25, "policy": "static"}, {"policy": "token"}):
+        made = recipe("RAC", **options)
+        assert made.rollout == recipe("QUADS", **options).rollout
+        assert made.trainer == recipe("NAIVE").trainer and not made.trainer.needs_order
+    assert recipe("RAC", ratio=0.25, policy="static").label == "RAC-25-static"
 
 
 def test_roles_and_dtype():

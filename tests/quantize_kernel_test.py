@@ -109,11 +109,16 @@ def test_no_neighbour_changes_a_row():
     assert differing(tuple(alone), kernel(x)) == 0
 
 
+def keeps_minus_zero(x, *args, original=pallas_triton._encode):
+    negative = (jnp.concatenate(x, axis=2) < 0).astype(jnp.uint8)
+    return original(x, *args) | negative[:, :, ::2] * 8 | negative[:, :, 1::2] * 128
+
+
 MUTATIONS = {
-    "_flush": lambda x: jnp.where(x >= 1e-3, x, 0.0),
+    "_TINY": 1e-3,
     "_divide": lambda a, b, interpret: a * (1 / b),
-    "_round": lambda *args, original=pallas_triton._round, **options: original(args[0] * (1 + 2**-12), **options),
-    "_e2m1": lambda y, original=pallas_triton._e2m1: original(y) | jnp.where(y < 0, 8 << 24, 0),  # -0 keeps its sign
+    "_e4m3": lambda x, original=pallas_triton._e4m3: original(x * (1 + 2**-12)),
+    "_encode": keeps_minus_zero,
 }
 
 
@@ -123,6 +128,98 @@ def test_the_check_sees_a_mutation(name, monkeypatch):
     monkeypatch.setattr(pallas_triton, name, MUTATIONS[name])
     with pytest.raises(AssertionError, match="differ"):
         check(x, "float32", kernel=jitted())
+
+
+def run_ptx(text, *operands):
+    """Straight-line PTX on u32 arrays of one shape, $n after the outputs -> its outputs by name.
+
+    Sums are rounded twice, to f64 and f32, which no value of these tests notices.
+    """
+    registers = {}
+
+    def value(name):
+        if name[:2] in ("0f", "0x"):
+            return np.uint32(int(name[2:], 16))
+        return np.uint32(int(name)) if name.isdigit() else registers[name]
+
+    def f32(bits):
+        return np.asarray(bits, np.uint32).view(np.float32).astype(np.float64)
+
+    def prmt(a, b, selector):
+        data = [(word >> np.uint32(8 * i)) & np.uint32(255) for word in (a, b) for i in range(4)]
+        out = np.zeros_like(a)
+        for i in range(4):
+            nibble = int(selector) >> 4 * i & 15
+            byte = data[nibble & 7] if nibble < 8 else (data[nibble & 7] >> np.uint32(7)) * np.uint32(255)
+            out |= byte << np.uint32(8 * i)
+        return out
+
+    def lop3(a, b, c, table):
+        minterms = [(a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8)]
+        return functools.reduce(np.bitwise_or, [m for i, m in enumerate(minterms) if int(table) >> i & 1])
+
+    words = {
+        "mov.b32": lambda a: a,
+        "and.b32": np.bitwise_and,
+        "shl.b32": np.left_shift,
+        "add.u32": np.add,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
+        "min.s32": lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
+        "prmt.b32": prmt,
+        "lop3.b32": lop3,
+    }
+    floats = {
+        "abs.f32": np.abs,
+        "min.f32": np.fmin,
+        "mul.rn.f32": np.multiply,
+        "add.rn.f32": np.add,
+        "fma.rn.f32": lambda a, b, c: a * b + c,
+    }
+    outputs = text.count("lop3.b32 $")
+    registers |= {f"${outputs + i}": a for i, a in enumerate(operands)}
+    for line in text.strip("{}").split(";"):
+        op, *names = line.replace(",", " ").split() or [".reg"]
+        if op in words:
+            registers[names[0]] = words[op](*map(value, names[1:]))
+        elif op in floats:
+            registers[names[0]] = floats[op](*(f32(value(n)) for n in names[1:])).astype(np.float32).view(np.uint32)
+        else:
+            assert op == ".reg", op
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def dense_values():
+    """f32[4096, 16]: E2M1's thresholds and their neighbours, zeros, values to 8.9, bf16's that round to either side."""
+    ties = np.float32([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 8.5, 2**-140])
+    near = np.concatenate([np.nextafter(ties, np.float32(9)), ties, np.nextafter(ties, np.float32(-9))])
+    rng = np.random.default_rng(3)
+    x = np.where(rng.random((4096, 16)) < 0.5, rng.choice(near, (4096, 16)), rng.uniform(0, 8.9, (4096, 16)))
+    return np.float32(x * rng.choice([-1, 1], x.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamp", [False, True])
+def test_the_ptx_of_the_elements_does_what_the_interpreter_does(dtype, clamp, monkeypatch):
+    x = dense_values()
+    x[::3] *= 100 if clamp else 1
+    x = jnp.asarray(x, dtype)
+    factor = np.random.default_rng(4).choice(np.float32([1, 1.0000001, 0.99999994, 0.9]), 4096)
+    usable = np.where(np.arange(4096) % 7 == 0, 0, -1).astype(np.int32)
+    loads = [a[:, None] for a in jnp.split(x, 4 if dtype == "float32" else 2, axis=1)]
+    elements = loads[0].shape[2]
+
+    def compare():
+        words = np.asarray(x).view(np.uint32).T
+        operands = [a.view(np.uint32) for a in (factor, usable) for _ in range(elements)]
+        text = pallas_triton._encode_ptx.__wrapped__(elements, clamp)
+        halves = np.split(words, 2) if elements == 4 else [words]
+        ours = np.stack([out for half in halves for out in run_ptx(text, *half, *operands)], axis=1).view(np.uint8)
+        theirs = pallas_triton._encode(loads, jnp.asarray(factor)[:, None], usable[:, None], clamp, interpret=True)
+        return differing(ours, theirs[:, 0])
+
+    assert compare() == 0
+    monkeypatch.setattr(pallas_triton, "_TENTH", 0.1)  # 5 is then beyond the tie
+    assert compare() > 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import pytest
 
 from quads_jax import report
 from quads_jax.metrics import MetricsWriter
-from quads_jax.report import Measured, write_report
+from quads_jax.plots import COLOURS, smooth
+from quads_jax.report import write_report
+from quads_jax.results import Measured
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -196,7 +198,7 @@ def test_more_recipes_than_colours_stay_distinct():
     from matplotlib.figure import Figure
 
     ax = Figure().subplots()
-    recipes = {f"recipe {i}": [] for i in range(2 * len(report.COLOURS))}
+    recipes = {f"recipe {i}": [] for i in range(2 * len(COLOURS))}
     report._lines(ax, recipes, lambda run: {}, window=1)
     looks = {(line.get_color(), line.get_linestyle()) for line in ax.lines}
     assert len(looks) == len(recipes)
@@ -204,10 +206,10 @@ def test_more_recipes_than_colours_stay_distinct():
 
 def test_smoothing_keeps_length_and_level_and_invents_nothing():
     values = np.array([1.0, 5.0, 3.0, 7.0])
-    np.testing.assert_array_equal(report._smooth(values, 1), values)
-    np.testing.assert_allclose(report._smooth(values, 3), [3, 3, 5, 5])
-    np.testing.assert_array_equal(report._smooth(np.full(9, 2.0), 5), np.full(9, 2.0))
-    assert report._smooth([], 3).shape == (0,)
+    np.testing.assert_array_equal(smooth(values, 1), values)
+    np.testing.assert_allclose(smooth(values, 3), [3, 3, 5, 5])
+    np.testing.assert_array_equal(smooth(np.full(9, 2.0), 5), np.full(9, 2.0))
+    assert smooth([], 3).shape == (0,)
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

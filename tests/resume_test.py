@@ -31,15 +31,18 @@ from quads_jax.checkpoints import (
     save_weights,
 )
 from quads_jax.config import CheckpointConfig, RecipeConfig, TrainConfig
+from quads_jax.precision import RECIPES as RECIPE_NAMES
+from quads_jax.quant.residual import POLICIES
+from quads_jax.rl.update import learning_rate
+from quads_jax.step import group_prompts, init_state, pack_weights, rl_step, setup
 from tests import resume_process as process
 from tests.resume_process import ROOT, config, digest, rows
 from tests.tiny import MODEL
 
-RECIPES = {
-    "BF16": RecipeConfig(name="BF16"),
-    "NAIVE": RecipeConfig(name="NAIVE"),
-    "QUADS": RecipeConfig(name="QUADS", refresh_every=2),
-}
+RECIPES = {name: RecipeConfig(name=name) for name in RECIPE_NAMES if name != "QUADS"}
+RECIPES |= {f"QUADS {policy}": RecipeConfig(name="QUADS", policy=policy) for policy in POLICIES}
+MEASURED = ("static", "block", "adaptive")  # policies that a refresh changes
+RECIPES |= {f"QUADS {p} refreshed": RecipeConfig(name="QUADS", policy=p, refresh_every=2) for p in MEASURED}
 
 
 class Crash(Exception):
@@ -61,12 +64,13 @@ def weights(tmp_path_factory):
 
 def sampled(monkeypatch):
     """Collects {step: tokens} of every step from here on."""
-    seen, step = {}, loop.rl_step
+    seen, original = {}, loop.rl_step
 
-    def watched(s, state, drawn):
-        state, row, batch = step(s, state, drawn)
+    def watched(*arguments):
+        out = original(*arguments)
+        *_, row, batch = out
         seen[row["step"]] = np.asarray(batch.tokens)
-        return state, row, batch
+        return out
 
     monkeypatch.setattr(loop, "rl_step", watched)
     return seen
@@ -138,6 +142,7 @@ def check_same(folder, state, whole):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_a_resume_and_two_steps_are_four_steps(name, weights, tmp_path, monkeypatch):
+    """Parameters, optimizer, channel orders, metrics (learning rates and flipped codes among them) and samples."""
     cfg = config(weights, recipe=RECIPES[name])
     wanted = sampled(monkeypatch)
     state = loop.train(cfg, tmp_path / "whole")
@@ -151,8 +156,14 @@ def test_two_steps_a_resume_and_two_steps_are_four_steps(name, weights, tmp_path
     for step in wanted:
         np.testing.assert_array_equal(tokens[step], wanted[step])
     assert any((wanted[1] != wanted[step]).any() for step in (2, 3, 4))
-    changed = [row for row in rows(tmp_path / "run") if "refresh/changed" in row]
-    assert [row["step"] for row in changed] == ([3] if name == "QUADS" else [])
+    trained = [row for row in rows(tmp_path / "run") if row["kind"] == "train"]
+    changed = [row["step"] for row in trained if "refresh/changed" in row]
+    assert changed == ([3] if RECIPES[name].refresh_every else [])
+    rate = learning_rate(cfg.optim)  # two optimizer steps a step, five of warm-up
+    assert [row["learning_rate"] for row in trained] == [float(rate(i)) for i in (1, 3, 5, 7)]
+    flipped = [row.get("sync/flipped") for row in trained]
+    packed = name not in ("BF16", "W16A4")  # rollouts with quantized weights
+    assert all(0 < share < 1 for share in flipped) if packed else flipped == [None] * 4
 
 
 def test_steps_after_the_checkpoint_are_made_again(crashed, weights, whole5):
@@ -206,12 +217,28 @@ def test_killed_processes_lose_nothing(weights, tmp_path):
     check_same(run, state, whole)
 
 
+def test_another_process_in_deterministic_mode_computes_the_same_bits(weights, tmp_path, whole):
+    cfg, job = config(weights), tmp_path / "job"
+    flags = [*common.flags_for(cfg, TrainConfig()), f"--workdir={job}"]
+    command = [sys.executable, "-m", "experiments.train", *flags]
+    options = dict(
+        cwd=ROOT, env=process.environment(weights), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    ended = subprocess.run([*command, "--deterministic"], **options)
+    assert ended.returncode == 0, ended.stdout
+    assert json.loads((job / "config.json").read_text())["deterministic"] is True
+    assert rows(job / "NAIVE/seed0") == rows(whole[0])
+    assert (job / "NAIVE/seed0/weights.msgpack").read_bytes() == (whole[0] / "weights.msgpack").read_bytes()
+    ended = subprocess.run([*command, "--resume"], **options)
+    assert ended.returncode == 1 and "was started with --deterministic=True: continue it so" in ended.stdout
+
+
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(weights, tmp_path):
-    s = loop.setup(config(weights), MODEL)
-    state = loop.init_state(s, load_weights(weights)[0])
+    s = setup(config(weights), MODEL)
+    state = init_state(s, load_weights(weights)[0])
     with Checkpoints(tmp_path, 2) as checkpoints:
         for step, score in ((1, 0.1), (2, 0.9), (3, 0.5), (4, None), (5, 0.3), (6, 0.2)):
             checkpoints.save(state.replace(step=np.int32(step)), {"n": step}, score)
@@ -220,12 +247,12 @@ def test_the_newest_checkpoints_and_the_best_are_kept(weights, tmp_path):
 
 def test_a_checkpoint_is_the_state_at_its_step(weights, tmp_path):
     """Whatever the update does to the buffers afterwards."""
-    s = loop.setup(config(weights, recipe=RECIPES["QUADS"]), MODEL)
-    state = loop.init_state(s, load_weights(weights)[0])
+    s = setup(config(weights, recipe=RECIPES["QUADS block refreshed"]), MODEL)
+    state = init_state(s, load_weights(weights)[0])
     wanted, shapes = digest(state), jax.eval_shape(lambda: state)
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(state, {}, None)
-        loop.rl_step(s, state, loop.group_prompts(s, 0))
+        rl_step(s, state, pack_weights(s, state), group_prompts(s, 0))
         checkpoints.wait()
         assert digest(checkpoints.restore(0, shapes)) == wanted
 
@@ -353,6 +380,60 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(weights, tmp_path, 
     found = Checkpoints(folder / "checkpoints", 2)
     assert set(found.whole) == {2} and not found.damaged
     check_same(folder, loop.train(cfg, folder, resume=True), whole5)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """(folder of a disk of 4 MB, `fill(free)` that leaves so many pages of 4096 bytes on it; fill(None) empties it)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no mount command here")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr}")
+    filler = folder / "filler"
+
+    def fill(free):
+        filler.unlink(missing_ok=True)
+        if free is not None:
+            pages = os.statvfs(folder).f_bavail - free
+            filler.write_bytes(bytes(4096 * pages))
+
+    yield folder, fill
+    subprocess.run(["umount", folder], check=True)
+
+
+# what runs into the full disk, or a row that is written while a checkpoint is saved there ->
+# (steps, steps between checkpoints, pages left, the error)
+FULL = {
+    "metrics": (20, 0, 0, "run cannot be written: .*No space left on device.*continue with --resume"),
+    "checkpoint": (20, 2, 3, "(run|checkpoint of step 4) cannot be written.*No space left"),
+    "weights": (3, 0, 3, "run cannot be written: .*No space left on device.*continue with --resume"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks that were under way
+@pytest.mark.parametrize("what", FULL)
+def test_a_disk_that_is_full_keeps_the_checkpoint_before(what, weights, disk, whole):
+    (folder, fill), (steps, every, pages, message) = disk, FULL[what]
+    run = folder / "run"
+    interrupted(config(weights), run, 2)
+    cfg = config(weights, steps=steps, checkpoint=CheckpointConfig(every=every))
+    seen = []
+
+    def full(row):
+        seen.append(row["step"])
+        if row["step"] == 3:
+            fill(pages)
+
+    with pytest.raises(RunFolderError, match=message):
+        loop.train(cfg, run, full, resume=True)
+    assert seen[0] == 3 and not (run / "weights.msgpack").exists() and not list(run.glob("*.part"))
+    found = Checkpoints(run / "checkpoints", 2)
+    assert set(found.whole) == {2} and not found.damaged
+    fill(None)
+    check_same(run, loop.train(config(weights), run, resume=True), whole)
 
 
 # Signals and the command line -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from experiments import warm_start
 from quads_jax import config_tree, supervised
-from quads_jax.checkpoints import load_weights, save_weights
+from quads_jax.checkpoints import load_weights, locked, save_weights
 from quads_jax.config import WarmStartConfig, check_warm_start
 from quads_jax.metrics import read_metrics
 from quads_jax.models.decoder import init_params
@@ -74,7 +74,8 @@ def two(*pairs):
 
 
 def contents(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Names; an event file's without its time."""
+    return sorted(path.name.partition(".tfevents")[0] for path in folder.iterdir())
 
 
 # The artefact ---------------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def test_an_artefact_is_made_once_and_says_what_it_is(scripted, tmp_path):
     figures, reused = obtain(CONFIG, tmp_path / "store", rows.append)
     path = artefact(CONFIG, tmp_path / "store")
     assert not reused and contents(tmp_path / "store") == [path.parent.name]
-    assert contents(path.parent) == ["config.json", "metrics.jsonl", "weights.json", "weights.msgpack"]
+    assert contents(path.parent) == ["config.json", "events.out", "metrics.jsonl", "weights.json", "weights.msgpack"]
     assert json.loads((path.parent / "config.json").read_text()) == config_tree.to_json(CONFIG)
     assert {k: figures[k] for k in ("pass@1", "target", "prompts", "steps")} == {
         "pass@1": 0.75,
@@ -160,10 +161,15 @@ def test_an_interrupted_attempt_leaves_nothing_that_looks_made(scripted, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         obtain(CONFIG, tmp_path, stop)
     assert contents(tmp_path) == [] and load_figures(CONFIG, tmp_path) is None
-    left = tmp_path / f"{artefact(CONFIG, tmp_path).parent.name}.part-killed"  # a killed process cannot clean up
-    left.mkdir()
-    figures, reused = obtain(CONFIG, tmp_path)
+    name = artefact(CONFIG, tmp_path).parent.name
+    with locked(tmp_path / f"{name}.part-killed"):  # a killed process cannot clean up
+        pass
+    (tmp_path / f"{name}.part-killed" / name).mkdir()
+    (tmp_path / f"{name}.part-new").mkdir()  # a living one has yet to lock it
+    with locked(tmp_path / f"{name}.part-living"):
+        figures, reused = obtain(CONFIG, tmp_path)
     assert not reused and load_figures(CONFIG, tmp_path) == figures
+    assert contents(tmp_path) == [name, f"{name}.part-living", f"{name}.part-new"]
 
 
 def test_of_two_that_make_the_same_one_both_get_the_first(scripted, tmp_path):
@@ -200,7 +206,7 @@ def test_a_missed_target_is_kept_beside_and_says_what_to_change(scripted, tmp_pa
         with pytest.raises(TargetMissed, match=f"{figures}give more steps, .*are in {kept}$"):
             obtain(MIXED, tmp_path)
         assert contents(tmp_path) == [kept.name] and load_figures(MIXED, tmp_path) is None
-        assert contents(kept) == ["config.json", "metrics.jsonl", "weights.json", "weights.msgpack"]
+        assert contents(kept) == ["config.json", "events.out", "metrics.jsonl", "weights.json", "weights.msgpack"]
         (kept / "mark").touch()
     assert load_weights(kept / "weights.msgpack")[2]["figures"]["tasks"]["gcd_g1"]["pass@1"] == 0.375
 
@@ -215,6 +221,21 @@ def test_a_start_above_the_ceiling_is_not_accepted(scripted, tmp_path):
     message = r"chain_sum_g1 0.500, gcd_g1 0.800 \(above ceiling=0.75\): evaluate more often .*-above_ceiling$"
     with pytest.raises(TargetMissed, match=message):
         obtain(cfg, tmp_path)
+
+
+@pytest.mark.parametrize("name, value", [("nll", np.nan), ("balance", np.inf)])
+def test_a_loss_that_is_not_finite_stops_and_leaves_nothing(name, value, scripted, tmp_path, monkeypatch):
+    trained, metrics = scripted(one(0.0), one(0.0)), {"nll": np.float32(1), "balance": np.float32(1)}
+
+    def step(params, opt_state, batch):
+        trained.append(batch)
+        return params, opt_state, metrics | ({name: np.float32(value)} if len(trained) == 3 else {})
+
+    monkeypatch.setattr(supervised, "_step_program", lambda *arguments: step)
+    message = f"warm start, step 3: the loss is not finite: {name}={value}; .*optim.learning_rate"
+    with pytest.raises(FloatingPointError, match=message):
+        obtain(CONFIG, tmp_path)
+    assert len(trained) == 3 and contents(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from quads_jax import config_tree
+from quads_jax import config_tree, programs, start, step
 from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import (
@@ -29,7 +29,8 @@ from tests.tiny import MODEL, TASK, params
 
 ALWAYS = (
     "reward gap/mean gap/max gap/p99 gap/over_ln2 kl/k1 kl/k3 ess clip_fraction entropy grad_norm response_length "
-    "truncation_rate tokens_per_s seconds/pack seconds/rollout seconds/reward seconds/update"
+    "truncation_rate learning_rate param_norm sync/flipped tokens_per_s seconds/pack seconds/rollout seconds/reward "
+    "seconds/update"
 ).split()
 
 
@@ -69,7 +70,7 @@ def test_a_run_leaves_config_metrics_and_weights(weights, tmp_path):
         assert all(np.isfinite(row[k]) for k in ALWAYS)
         assert row["gap/mean"] > 0 and row["gap/tokens"] > 0
     assert [(r["step"], r["precision"]) for r in rows if r["kind"] == "eval"] == [
-        (step, side) for step in (0, 2, 3) for side in ("rollout", "trainer")
+        (at, side) for at in (0, 2, 3) for side in ("rollout", "trainer")
     ]
     assert ["refresh/changed" in r for r in train_rows] == [False, False, True]
     assert 0 <= train_rows[2]["refresh/changed"] <= 1
@@ -101,7 +102,7 @@ def test_a_failing_run_says_so(weights, tmp_path):
 
 
 def test_a_second_trace_raises():
-    program = loop.traced_once(lambda x: x + 1)
+    program = programs.traced_once(lambda x: x + 1)
     program(np.zeros(3, np.float32))
     program(np.ones(3, np.float32))
     with pytest.raises(RuntimeError, match="traced again within a run: shapes differ"):
@@ -112,10 +113,11 @@ def gaps(weights, steps=2):
     """gap/mean of steps in float32, where packing is exact, so that only stale weights can open a gap."""
     cfg = config(weights, recipe=RecipeConfig(name="BF16", dtype="float32"))
     weights_tree, model, _ = load_weights(weights)
-    s = loop.setup(cfg, model)
-    state, out = loop.init_state(s, weights_tree), []
-    for step in range(steps):
-        state, row, _ = loop.rl_step(s, state, loop.group_prompts(s, step))
+    s = step.setup(cfg, model)
+    state, out = step.init_state(s, weights_tree), []
+    packed = step.pack_weights(s, state)
+    for i in range(steps):
+        state, packed, row, _ = step.rl_step(s, state, packed, step.group_prompts(s, i))
         out.append(row["gap/mean"])
     return out
 
@@ -130,14 +132,14 @@ def test_mutation_stale_packed_weights_are_seen(weights, monkeypatch):
     check_fresh(gaps(weights))
     first = []
 
-    def stale(model, precision, with_orders):
+    def stale(model, precision):
         def packed(tree, quant):
             first.append(jax.tree.map(np.array, tree))  # copies: the update reuses the buffers
             return first[0]
 
         return packed
 
-    monkeypatch.setattr(loop, "pack_program", stale)
+    monkeypatch.setattr(step, "pack_program", stale)
     with pytest.raises(AssertionError, match="does not use the trainer's weights"):
         check_fresh(gaps(weights))
 
@@ -198,8 +200,8 @@ def scripted(monkeypatch):
             calls.append({"prompts": prompt_texts(prompts), "key": key, "version": int(version)})
             return written(prompts, kinds[(len(calls) - 1) % len(kinds)], int(version))
 
-        monkeypatch.setattr(loop, "pack_program", lambda *args: lambda params, quant: params)
-        monkeypatch.setattr(loop, "rollout_program", lambda *args: program)
+        monkeypatch.setattr(step, "pack_program", lambda *args: lambda params, quant: params)
+        monkeypatch.setattr(step, "rollout_program", lambda *args: program)
         return calls
 
     return install
@@ -210,29 +212,29 @@ def naive(weights, **changes):
 
 
 def test_rows_of_a_group_share_a_prompt_and_steps_take_new_items(weights):
-    s = loop.setup(naive(weights), MODEL)
-    for step in (0, 3):
-        prompts, valid, items = loop.group_prompts(s, step)
-        assert items == items_of(0, "train", 4 * step + np.arange(16) // 4)
+    s = step.setup(naive(weights), MODEL)
+    for i in (0, 3):
+        prompts, valid, items = step.group_prompts(s, i)
+        assert items == items_of(0, "train", 4 * i + np.arange(16) // 4)
         assert prompt_texts(prompts) == [item.prompt for item in items] and valid.all()
         assert len({item.prompt for item in items}) == 4
 
 
 def test_rewards_are_of_right_and_finished_answers_to_the_rows_own_item(weights):
-    prompts, _, items = loop.group_prompts(loop.setup(naive(weights), MODEL), 0)
+    prompts, _, items = step.group_prompts(step.setup(naive(weights), MODEL), 0)
     batch = written(prompts, MIXED)
-    np.testing.assert_array_equal(loop.rewards(TASK, items, batch, TASK.prompt_len), MIXED == RIGHT)
+    np.testing.assert_array_equal(step.rewards(TASK, items, batch, TASK.prompt_len), MIXED == RIGHT)
     # the unfinished rows miss nothing but eos
     ended = batch.replace(finished=np.ones(16, bool))
     want = np.isin(MIXED, (RIGHT, UNFINISHED))
-    np.testing.assert_array_equal(loop.rewards(TASK, items, ended, TASK.prompt_len), want)
+    np.testing.assert_array_equal(step.rewards(TASK, items, ended, TASK.prompt_len), want)
 
 
 def test_evaluation_is_pass_at_1_of_the_fixed_held_out_prompts(weights, scripted):
-    s = loop.setup(naive(weights), MODEL)
+    s = step.setup(naive(weights), MODEL)
     calls = scripted(np.repeat([RIGHT, UNFINISHED], 8), np.repeat([RIGHT, WRONG, EMPTY], [3, 6, 7]))
     for _ in range(2):
-        assert loop.evaluate(s, None, {}, s.recipe.rollout) == {"pass@1": 11 / 32, "n": 32}
+        assert step.evaluate(s, None, {}, s.recipe.rollout) == {"pass@1": 11 / 32, "n": 32}
     held_out = [item.prompt for item in items_of(5, "held_out", range(32))]
     assert [c["prompts"] for c in calls] == [held_out[:16], held_out[16:]] * 2
     assert [c["key"] for c in calls[:2]] == [c["key"] for c in calls[2:]] and calls[0]["key"] != calls[1]["key"]
@@ -245,7 +247,7 @@ def test_a_run_draws_new_prompts_and_keys_and_gives_rows_their_advantage(weights
         batches.append(batch)
         return state.replace(step=state.step + 1), {"reward": np.mean(batch.reward)}
 
-    monkeypatch.setattr(loop, "update_program", lambda *args: update)
+    monkeypatch.setattr(step, "update_program", lambda *args: update)
     cfg = naive(weights, min_start=None, eval=EvalConfig(every=3, prompts=16, seed=5))  # .25 is enough to start from
     loop.train(cfg, tmp_path / "run")
     training, evaluation = ([c for c in calls if (c["version"] >= 0) == wanted] for wanted in (True, False))
@@ -268,15 +270,15 @@ def test_a_step_makes_rewarded_answers_likelier_and_others_less_likely(weights, 
     kinds = np.tile([RIGHT, WRONG], 8)  # they differ in the last digit
     scripted(kinds)
     optim = OptimConfig(learning_rate=1e-3)
-    s = loop.setup(config(weights, recipe=RecipeConfig(name="BF16", dtype="float32"), optim=optim), MODEL)
-    state, drawn = loop.init_state(s, params()), loop.group_prompts(s, 0)
+    s = step.setup(config(weights, recipe=RecipeConfig(name="BF16", dtype="float32"), optim=optim), MODEL)
+    state, drawn = step.init_state(s, params()), step.group_prompts(s, 0)
     fixed = functools.partial(
         score, model=MODEL, precision=s.recipe.trainer, sampling=s.sampling, prompt_len=TASK.prompt_len
     )
     batch, scorer = written(drawn[0], kinds), jax.jit(fixed)
     digit = lambda state: np.asarray(scorer(state.params, {}, batch.tokens, batch.valid)[0])[:, -2]  # noqa: E731
     before = digit(state)
-    state, row, _ = loop.rl_step(s, state, drawn)
+    state, _, row, _ = step.rl_step(s, state, step.pack_weights(s, state), drawn)
     change = digit(state) - before
     assert row["reward"] == 0.5
     assert change[kinds == RIGHT].min() > 0 > change[kinds == WRONG].max(), change
@@ -288,7 +290,7 @@ def test_a_step_makes_rewarded_answers_likelier_and_others_less_likely(weights, 
 def described(monkeypatch, config=None, figures=None):
     """Lets every `init` be weights with that description."""
     meta = {key: value for key, value in (("config", config), ("figures", figures)) if value is not None}
-    monkeypatch.setattr(loop, "load_weights", lambda init: ("params", MODEL, meta))
+    monkeypatch.setattr(start, "load_weights", lambda init: ("params", MODEL, meta))
 
 
 def of_task(task):
@@ -306,30 +308,30 @@ def test_a_warm_start_below_its_target_is_refused(monkeypatch):
     described(monkeypatch, of_task(TASK), reached(easy=0.5, hard=0.499, harder=0.259))
     cfg = TrainConfig(init="weak.msgpack", task=TASK)
     with pytest.raises(ValueError) as error:
-        loop.load_start(cfg)
+        start.load_start(cfg)
     low = "hard has pass@1 0.499, harder has pass@1 0.259, below 0.5"
     for part in ("'weak.msgpack'", low, "more steps", "learning_rate", "a lower target", "--set=min_start=0.25"):
         assert part in str(error.value)
     assert "easy" not in str(error.value)
     accepted = dataclasses.replace(cfg, min_start=0.25)  # what the message offers
-    assert loop.load_start(accepted) == ("params", MODEL, 0.0)
+    assert start.load_start(accepted) == ("params", MODEL, 0.0)
     with pytest.raises(ValueError, match="harder has pass@1 0.259, below 0.3"):
-        loop.load_start(dataclasses.replace(cfg, min_start=0.3))
+        start.load_start(dataclasses.replace(cfg, min_start=0.3))
 
 
 def test_a_warm_start_above_its_ceiling_is_refused(monkeypatch):
     config = of_task(TASK) | {"ceiling": 0.8}
     described(monkeypatch, config, reached(easy=0.9, hard=0.7))
     with pytest.raises(ValueError, match="to teach: held-out easy has pass@1 0.900, above its ceiling.*min_start=0"):
-        loop.load_start(TrainConfig(task=TASK))
-    assert loop.load_start(TrainConfig(task=TASK, min_start=0.0)) == ("params", MODEL, 0.0)
+        start.load_start(TrainConfig(task=TASK))
+    assert start.load_start(TrainConfig(task=TASK, min_start=0.0)) == ("params", MODEL, 0.0)
 
 
 def test_min_start_may_ask_for_more_than_the_target(monkeypatch):
     described(monkeypatch, of_task(TASK), reached(chain_sum=0.6))
-    assert loop.load_start(TrainConfig(task=TASK)) == ("params", MODEL, 0.0)
+    assert start.load_start(TrainConfig(task=TASK)) == ("params", MODEL, 0.0)
     with pytest.raises(ValueError, match="chain_sum has pass@1 0.600, below 0.7"):
-        loop.load_start(TrainConfig(task=TASK, min_start=0.7))
+        start.load_start(TrainConfig(task=TASK, min_start=0.7))
 
 
 @pytest.mark.parametrize(
@@ -344,19 +346,19 @@ def test_min_start_may_ask_for_more_than_the_target(monkeypatch):
 )
 def test_weights_that_state_nothing_about_the_task_are_measured(config, figures, monkeypatch):
     described(monkeypatch, config, figures)
-    assert loop.load_start(TrainConfig(task=TASK)) == ("params", MODEL, loop.START_FLOOR)
-    assert loop.load_start(TrainConfig(task=TASK, min_start=0.3)) == ("params", MODEL, 0.3)
+    assert start.load_start(TrainConfig(task=TASK)) == ("params", MODEL, start.START_FLOOR)
+    assert start.load_start(TrainConfig(task=TASK, min_start=0.3)) == ("params", MODEL, 0.3)
 
 
 def test_the_shipped_checkpoint_is_good_enough_for_its_own_task():
-    assert loop.load_start(TrainConfig())[2] == 0.0
+    assert start.load_start(TrainConfig())[2] == 0.0
 
 
 def test_a_start_without_right_answers_fails_before_the_first_update(weights, scripted, monkeypatch, tmp_path):
     def update(*arguments):
         raise AssertionError("updated")
 
-    monkeypatch.setattr(loop, "update_program", update)
+    monkeypatch.setattr(step, "update_program", update)
     # the rollout's precision sees right answers, but it is the trainer's that counts
     scripted(np.full(16, RIGHT), np.full(16, WRONG))
     cfg = naive(weights, min_start=None, eval=EvalConfig(prompts=16, seed=5))
@@ -372,11 +374,11 @@ def test_a_start_without_right_answers_fails_before_the_first_update(weights, sc
 
 
 def test_every_task_of_a_mixture_must_be_at_the_floor(weights):
-    s = loop.setup(config(weights), MODEL)
+    s = step.setup(config(weights), MODEL)
     row = {"pass@1": 0.5, "n": 32, "pass@1/one": 0.99, "pass@1/two": 0.01}
-    loop.check_start(s, row, 0.01)
+    start.check_start(s, row, 0.01)
     with pytest.raises(RuntimeError, match="two has pass@1 0.010, below 0.02") as error:
-        loop.check_start(s, row, 0.02)
+        start.check_start(s, row, 0.02)
     assert "one has" not in str(error.value)
 
 
@@ -410,4 +412,4 @@ def test_bad_configs_are_refused_with_the_fix(weights, change, message):
 def test_a_task_that_the_model_does_not_speak_is_refused(weights):
     model = dataclasses.replace(MODEL, vocab_size=40)
     with pytest.raises(ValueError, match="has 40 ids, task chain_sum has"):
-        loop.setup(config(weights), model)
+        step.setup(config(weights), model)

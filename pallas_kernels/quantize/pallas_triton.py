@@ -1,7 +1,8 @@
-"""The quantizer as a Pallas kernel of the Triton backend: a program reads whole rows once and keeps them in registers.
+"""The quantizer as a Pallas kernel of the Triton backend: a thread holds a block, a program whole rows, read once.
 
-Arrays are [rows, blocks, loads, elements of a load]: a load is the 16 bytes that a thread reads at once, and the axes
-keep Triton from moving elements between threads before it stores their codes.
+A block is a list of loads, [rows, blocks, elements of a load] each, whose last axis lies in one thread: Triton moves
+nothing between threads but the rows' maxima. What is done per element is inline PTX, 8 or 16 elements at once, because
+beside copy speed few instructions have time (14 an element are left). With `interpret` jnp does the same arithmetic.
 """
 
 import functools
@@ -12,15 +13,18 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
-MAX_K = 16384
+MAX_K = 16384  # a thread a block, 1024 threads a program
 _BLOCK = 16
-_TILE = 4096  # elements a program, if a row has no more
-_THREAD = 32  # elements a thread
+_THREADS = 256  # threads a program, if a row has no more blocks
+_LOAD = 16  # bytes that a thread reads at once
 _LARGEST = 6.0 * 448.0
 _TINY = float(np.finfo(np.float32).tiny)
 _FLT_MAX = float(np.finfo(np.float32).max)
 _EXPONENT = 0x7F800000  # of f32; also the bits of infinity
+_MAGIC = 2**23  # an f32 added to this is rounded to an integer, to nearest even; the sum's low bits hold it
+_TENTH = float(np.nextafter(np.float32(0.1), np.float32(0)))
 
 
 def quantize(x: Array, amax: Array | float | None = None, *, interpret: bool = False) -> tuple[Array, Array, Array]:
@@ -38,112 +42,228 @@ def quantize(x: Array, amax: Array | float | None = None, *, interpret: bool = F
         raise ValueError(f"x has shape {x.shape}: pass M >= 1 and K up to {MAX_K}, padded to a multiple of {_BLOCK}")
     if amax is not None and jnp.shape(amax) not in ((), (m, 1)):
         raise ValueError(f"amax has shape {jnp.shape(amax)}: pass a scalar or ({m}, 1), one value a row")
-    given = [] if amax is None else [jnp.broadcast_to(jnp.asarray(amax, jnp.float32), (m, 1)).reshape(m, 1, 1, 1)]
+    given = [] if amax is None else [jnp.broadcast_to(jnp.asarray(amax, jnp.float32), (m, 1))]
 
     blocks = pl.next_power_of_2(k // _BLOCK)
-    rows = min(max(_TILE // (blocks * _BLOCK), 1), pl.next_power_of_2(m))
-    load = 16 // x.dtype.itemsize
+    rows = max(_THREADS // blocks, 1)
+    load = _LOAD // x.dtype.itemsize
 
-    def tile(blocks: int, loads: int, elements: int) -> pl.BlockSpec:
-        return pl.BlockSpec((rows, blocks, loads, elements), lambda i: (i, 0, 0, 0))
+    def tile(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows, *shape), lambda i: (i, *(0 for _ in shape)))
 
     outputs = pl.pallas_call(
         functools.partial(_kernel, m=m, k=k, interpret=interpret),
         grid=(pl.cdiv(m, rows),),
-        in_specs=[tile(blocks, _BLOCK // load, load), *(tile(1, 1, 1) for _ in given)],
-        out_specs=[tile(blocks, _BLOCK // load, load // 2), tile(blocks, 1, 1), tile(1, 1, 1)],
+        in_specs=[tile(blocks, _BLOCK // load, load), *(tile(1) for _ in given)],
+        out_specs=[tile(blocks, _BLOCK // 2), tile(blocks), tile(1)],
         out_shape=[
-            jax.ShapeDtypeStruct((m, k // _BLOCK, _BLOCK // load, load // 2), jnp.uint8),
-            jax.ShapeDtypeStruct((m, k // _BLOCK, 1, 1), jnp.uint8),
-            jax.ShapeDtypeStruct((m, 1, 1, 1), jnp.float32),
+            jax.ShapeDtypeStruct((m, k // _BLOCK, _BLOCK // 2), jnp.uint8),
+            jax.ShapeDtypeStruct((m, k // _BLOCK), jnp.uint8),
+            jax.ShapeDtypeStruct((m, 1), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=max(rows * blocks * _BLOCK // (32 * _THREAD), 1), num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=rows * blocks // 32, num_stages=1),
         interpret=interpret,
         name="quantize_nvfp4",
     )(x.reshape(m, k // _BLOCK, _BLOCK // load, load), *given)
-    codes, scales, global_scale = (out.reshape(m, -1) for out in outputs)
-    return codes, scales, global_scale
+    codes, scales, global_scale = outputs
+    return codes.reshape(m, -1), scales, global_scale
 
 
 def _kernel(x_ref, *refs, m: int, k: int, interpret: bool) -> None:
-    """x [R, B, V, E], amax [R, 1, 1, 1] if given, codes [R, B, V, E/2], scales [R, B, 1, 1], global [R, 1, 1, 1]."""
+    """x [R, B, V, E], amax [R, 1] if given, codes [R, B, 8], scales [R, B], global scales [R, 1]."""
     *given, codes_ref, scales_ref, global_ref = refs
-    rows, blocks, *_ = x_ref.shape
+    rows, blocks, loads, elements = x_ref.shape
     divide = functools.partial(_divide, interpret=interpret)
-    in_rows = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, 1, 1, 1), 0) < m
-    inside = in_rows & (lax.broadcasted_iota(jnp.int32, (rows, blocks, 1, 1), 1) < k // _BLOCK)
-    x = plt.load(x_ref, mask=jnp.broadcast_to(inside, x_ref.shape), other=0.0).astype(jnp.float32)
+    multiply = functools.partial(_multiply, interpret=interpret)
+    in_rows = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < m
+    inside = in_rows & (lax.broadcasted_iota(jnp.int32, (rows, blocks), 1) < k // _BLOCK)
+    full = m % rows == 0 and blocks * _BLOCK == k
 
-    # The bits of magnitudes order like their values, and NaN comes last, which Triton's maximum of floats would drop.
-    magnitude = jnp.max(_bits(x) & 0x7FFFFFFF, axis=3, keepdims=True)
-    block_amax = jnp.max(magnitude, axis=2, keepdims=True)
-    amax = jnp.max(block_amax, axis=1, keepdims=True)
+    def mask(*shape: int) -> Array | None:
+        inner = inside.reshape(rows, blocks, *(1 for _ in shape))
+        return None if full else jnp.broadcast_to(inner, (rows, blocks, *shape))
+
+    def load(ref, mask):
+        return plt.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+    x = [load(x_ref.at[:, :, pl.ds(v, 1)], mask(1, elements)) for v in range(loads)]
+    x = [a.reshape(rows, blocks, elements) for a in x]
+    magnitude = _block_amax(x, interpret)
+    amax = jnp.max(magnitude, axis=1, keepdims=True)
     finite = amax < _EXPONENT
     amax = _floats(amax)
     if given:
-        amax = plt.load(given[0], mask=in_rows, other=0.0)
+        amax = load(given[0], None if full else in_rows)
         finite &= (amax >= 0) & (amax < jnp.inf)
-    amax = _flush(jnp.where(finite, amax, 0.0))
-    block_amax = _flush(jnp.where(finite, _floats(block_amax), 0.0))
 
-    largest = jnp.full_like(amax, _LARGEST)
-    gain = jnp.minimum(divide(largest, jnp.where(amax > 0, amax, largest)), _FLT_MAX)
-    scaled = jnp.minimum(block_amax * (gain * np.float32(1 / 6)), 448.0)
-    scale_codes, scales = _round(scaled, mantissa_bits=3, min_exponent=-6)
-    step = _flush(scales * _flush(divide(jnp.ones_like(gain), gain)))
-    usable = step > 0
-    factor = divide(jnp.ones_like(step), jnp.where(usable, step, 1.0))
+    # A power of two keeps the division in range, where a few instructions round it correctly.
+    safe = jnp.where(finite & (amax >= _TINY), amax, _LARGEST)
+    power = jnp.where(safe < 1, np.float32(2.0**64), np.float32(2.0**-64))
+    gain = jnp.minimum(divide(jnp.full_like(safe, _LARGEST), safe * power) * power, _FLT_MAX)
+    to_scale, inverse = gain * np.float32(1 / 6), _reciprocal(gain, interpret)
+    to_scale, inverse = (jnp.broadcast_to(a, magnitude.shape) for a in (to_scale, inverse))
+    scaled = multiply(_floats(jnp.where(finite, magnitude, 0)), to_scale)
+    scale_codes, scale = _e4m3(jnp.minimum(scaled, 448.0))
+    step = multiply(scale, inverse)
+    codes = _encode(x, _reciprocal(step, interpret), jnp.where(step > 0, -1, 0), bool(given), interpret)
 
-    pairs = (x * factor).reshape(*codes_ref.shape, 2)
-    low, high = (_e2m1(half.reshape(codes_ref.shape)) for half in jnp.split(pairs, 2, axis=4))
-    codes = (low + (high << 4)) & jnp.where(usable, -1, 0)
-
-    plt.store(codes_ref, _high_byte(codes), mask=jnp.broadcast_to(inside, codes_ref.shape))
-    plt.store(scales_ref, _high_byte(scale_codes), mask=inside)
-    plt.store(global_ref, jnp.where(finite, _flush(divide(amax, largest)), jnp.nan), mask=in_rows)
-
-
-def _e2m1(y: Array) -> Array:
-    """f32 [...] -> i32 [...], the nearest E2M1 code in the high byte, saturating; never -0."""
-    code, _ = _round(jnp.minimum(jnp.abs(y), 6.0), mantissa_bits=1, min_exponent=0)
-    return jnp.where(y < -0.25, code + (8 << 24), code)
+    plt.store(codes_ref, codes, mask=mask(_BLOCK // 2))
+    plt.store(scales_ref, scale_codes, mask=mask())
+    global_scale = divide(amax, jnp.full_like(amax, _LARGEST))
+    global_scale = jnp.where(finite, jnp.where(global_scale >= _TINY, global_scale, 0.0), jnp.nan)
+    plt.store(global_ref, global_scale, mask=None if full else in_rows)
 
 
-def _round(x: Array, mantissa_bits: int, min_exponent: int) -> tuple[Array, Array]:
-    """f32 [...] >= 0, at most the format's largest -> (code i32 [...] in the high byte, its value f32 [...]).
+def _e4m3(x: Array) -> tuple[Array, Array]:
+    """f32 [...] in [0, 448] -> (E4M3 codes u8 [...], their values f32 [...]), to nearest.
 
-    Adding 1.5 * 2**(23 - mantissa_bits) times x's power of two leaves steps, ties to even, in the sum's low bits. The
-    sum's bits minus those for x = 0 are e * 2**23 + steps, e the exponent above the smallest one, and the code is
-    e * 2**mantissa_bits + steps, for subnormal codes too: one multiplication brings both terms to the high byte.
+    Adding 1.5 * 2**20 times x's power of two leaves steps, ties to even, in the sum's low bits. The sum's bits minus
+    those for x = 0 are e * 2**23 + steps, e the exponent above the smallest one, and the code is e * 8 + steps, for
+    subnormal codes too: one multiplication brings both terms to the high byte.
     """
-    to_shift = int(np.float32(1.5 * 2.0 ** (23 - mantissa_bits)).view(np.int32)) - int(np.float32(1).view(np.int32))
-    zero = to_shift + int(np.float32(2.0**min_exponent).view(np.int32))
+    to_shift = int(np.float32(1.5 * 2.0**20).view(np.int32)) - int(np.float32(1).view(np.int32))
+    zero = to_shift + int(np.float32(2.0**-6).view(np.int32))
     shift = _floats(jnp.maximum((_bits(x) & _EXPONENT) + to_shift, zero))
     shifted = x + shift
-    return (_bits(shifted) - zero) * ((1 << 24) + (1 << (mantissa_bits + 1))), shifted - shift
+    return (((_bits(shifted) - zero) * ((1 << 24) + (1 << 4))) >> 24).astype(jnp.uint8), shifted - shift
 
 
-def _high_byte(codes: Array) -> Array:
-    return (codes >> 24).astype(jnp.uint8)
+def _block_amax(x: list[Array], interpret: bool) -> Array:
+    """The loads of a block, f32 or bf16 [R, B, E] each -> the bits of its largest magnitude as f32, i32 [R, B].
+
+    Bits of magnitudes order like their values, and NaN comes last, which Triton's maximum of floats would drop.
+    """
+    if interpret:
+        return jnp.max(jnp.stack([_bits(a.astype(jnp.float32)) & 0x7FFFFFFF for a in x]), axis=(0, 3))
+    elements = x[0].shape[2]
+    first, *words = range(elements, elements + 4 * len(x))
+    largest = f"max.NaN.xorsign.abs.{'f32' if elements == 4 else 'bf16x2'}"
+    ptx = f"{{ .reg .b32 m; .reg .b16 low, high; mov.b32 m, ${first};"
+    ptx += "".join(f" {largest} m, m, ${word};" for word in words)
+    if elements == 4:
+        ptx += " and.b32 $0, m, 0x7FFFFFFF; }"
+    else:
+        ptx += " mov.b32 {low, high}, m; max.NaN.xorsign.abs.bf16 low, low, high;"
+        ptx += " mov.b32 m, {low, low}; and.b32 $0, m, 0x7FFF0000; }"
+    return jnp.split(_asm(ptx, elements, jnp.int32, *x), elements, axis=2)[0].reshape(x[0].shape[:2])
+
+
+def _encode(x: list[Array], factor: Array, usable: Array, clamp: bool, interpret: bool) -> Array:
+    """The loads of a block [R, B, E] -> codes u8 [R, B, 8], never -0.
+
+    factor: f32 [R, B], 1 / step. usable: i32 [R, B], -1, or 0 where the codes are 0.
+    E2M1's codes of y = |x| * factor are min(2 y, y + 2, y / 2 + 4) rounded to integers, ties to even: where y lies
+    halfway between values, so does the code. The last line only separates 6 from 7 at y = 5; 6 + y / 10, with a tenth
+    rounded down so that 5 stays below the tie, does that too and ends at 7 for y < 15. Rounding a block's scale makes
+    no y of 9; with an amax from elsewhere there can be, and `clamp` limits y.
+    """
+    if interpret:
+        y = jnp.concatenate([a.astype(jnp.float32) for a in x], axis=2) * factor[:, :, None]
+        size = jnp.minimum(jnp.abs(y), 8.0) if clamp else jnp.abs(y)
+        last = jnp.where(size > 5, np.float32(_MAGIC + 7), np.float32(_MAGIC + 6))  # jnp has no fused multiply-add
+        lines = size * 2 + np.float32(_MAGIC), size + np.float32(_MAGIC + 2), last
+        codes = functools.reduce(jnp.minimum, [_bits(line) for line in lines]) - _bits(jnp.float32(_MAGIC))
+        codes &= usable[:, :, None]
+        codes += jnp.where((y < 0) & (codes > 0), 8, 0)
+        return (codes[:, :, ::2] + (codes[:, :, 1::2] << 4)).astype(jnp.uint8)
+    shape = x[0].shape
+    factor, usable = (jnp.broadcast_to(a[:, :, None], shape) for a in (factor, usable))
+    pairs = zip(x[::2], x[1::2], strict=True)
+    codes = [_asm(_encode_ptx(shape[2], clamp), shape[2], jnp.int8, *pair, factor, usable) for pair in pairs]
+    if len(codes) > 1:
+        codes = [jnp.stack(codes, axis=3).swapaxes(2, 3).reshape(*shape[:2], _BLOCK // 2)]
+    return codes[0].astype(jnp.uint8)
+
+
+@functools.cache
+def _encode_ptx(elements: int, clamp: bool) -> str:
+    """PTX of _encode for two loads: every 8 elements make an output word of 8 codes, the first in the lowest bits."""
+    outputs = elements // 4
+    factor, usable = (f"${outputs + 8 + i * elements}" for i in range(2))
+    ptx = "{ .reg .b32 y, a, b, c, codes, even, odd;"
+    for out in range(outputs):
+        x = [f"${outputs + 8 // outputs * out + i}" for i in range(8 // outputs)]
+        for i in reversed(range(8)):
+            if elements == 4:
+                ptx += f"abs.f32 y, {x[i]};"
+            else:
+                ptx += f"and.b32 y, {x[i // 2]}, 0x7FFF0000;" if i % 2 else f"shl.b32 y, {x[i // 2]}, 16; abs.f32 y, y;"
+            ptx += f"mul.rn.f32 y, y, {factor};" + (f"min.f32 y, y, {_hex(8)};" if clamp else "")
+            magic = _MAGIC + (5 * 2**20 if i == 1 else 0)  # the magics' bits, shifted like the codes, add up to 0
+            ptx += f"""
+                fma.rn.f32 a, y, {_hex(2)}, {_hex(magic)};
+                add.rn.f32 b, y, {_hex(magic + 2)};
+                fma.rn.f32 c, y, {_hex(_TENTH)}, {_hex(magic + 6)};
+                min.s32 a, a, b;
+                min.s32 a, a, c;"""
+            ptx += "mov.b32 codes, a;" if i == 7 else "mad.lo.u32 codes, codes, 16, a;"
+        if elements == 4:
+            for signs, j in (("even", 0), ("odd", 1)):
+                ptx += f"prmt.b32 a, {x[j]}, {x[j + 2]}, 0x73; prmt.b32 b, {x[j + 4]}, {x[j + 6]}, 0x73;"
+                ptx += f"prmt.b32 {signs}, a, b, 0xDC98;"
+        else:
+            ptx += f"prmt.b32 a, {x[0]}, {x[1]}, 0x7531; prmt.b32 b, {x[2]}, {x[3]}, 0x7531;"
+            ptx += "prmt.b32 even, a, b, 0xECA8; prmt.b32 odd, a, b, 0xFDB9;"
+        # a: nibble i is 15 where element i is negative, then 8 where also code i is above 0, which b's bit 3 says.
+        ptx += f"""
+            lop3.b32 a, even, odd, 0x0F0F0F0F, 0xE4;
+            add.u32 b, codes, 0x77777777;
+            lop3.b32 a, a, b, 0x88888888, 0x80;
+            lop3.b32 ${out}, codes, a, {usable}, 0xA8;"""
+    return ptx + "}"
+
+
+def _hex(value: float) -> str:
+    return f"0f{np.float32(value).view(np.uint32):08X}"
 
 
 def _divide(a: Array, b: Array, interpret: bool) -> Array:
-    """Correctly rounded a / b, f32 of one shape. Triton's own division is div.full.f32, two ulp off."""
+    """Correctly rounded a / b, f32 of one shape, where b and the quotient are normal; Triton's is two ulp off.
+
+    Markstein's: a reciprocal rounded to nearest, the quotient from it, and one correction by the exact remainder.
+    """
     if interpret:
         return jnp.divide(*lax.optimization_barrier((a, b)))  # without it XLA's CPU multiplies by a reciprocal
-    [quotient] = plt.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;",
-        args=(a, b),
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    ptx = """{ .reg .b32 r, e, n, q;
+        rcp.approx.ftz.f32 r, $2;
+        neg.f32 n, $2;
+        fma.rn.f32 e, n, r, 0f3F800000;
+        fma.rn.f32 r, r, e, r;
+        mul.rn.f32 q, $1, r;
+        fma.rn.f32 e, n, q, $1;
+        fma.rn.f32 $0, e, r, q; }"""
+    return _asm(ptx, 1, jnp.float32, a, b)
+
+
+def _reciprocal(x: Array, interpret: bool) -> Array:
+    """Correctly rounded 1 / x, f32, for normal x up to 2**126; 0 beyond, anything for 0."""
+    if interpret:
+        return _divide(jnp.ones_like(x), x, interpret)
+    ptx = """{ .reg .b32 r, e;
+        rcp.approx.ftz.f32 r, $1;
+        neg.f32 e, $1;
+        fma.rn.f32 e, e, r, 0f3F800000;
+        fma.rn.f32 $0, r, e, r; }"""
+    return _asm(ptx, 1, jnp.float32, x)
+
+
+def _multiply(a: Array, b: Array, interpret: bool) -> Array:
+    """a * b, f32 of one shape, subnormal operands and products as 0, which XLA's CPU makes of them."""
+    return a * b if interpret else _asm("mul.rn.ftz.f32 $0, $1, $2;", 1, jnp.float32, a, b)
+
+
+def _asm(ptx: str, pack: int, dtype: DTypeLike, *args: Array) -> Array:
+    """`ptx` on every `pack` elements of args, arrays of one shape, packed in 32-bit registers -> an array of dtype."""
+    words = [pack * np.dtype(kind).itemsize // 4 for kind in (dtype, *(a.dtype for a in args))]
+    integers = {2: jnp.int16, 4: jnp.int32}
+    [out] = plt.elementwise_inline_asm(
+        ptx,
+        args=[lax.bitcast_convert_type(a, integers[a.dtype.itemsize]) for a in args],
+        constraints=",".join(["=r"] * words[0] + ["r"] * sum(words[1:])),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32 if dtype == jnp.float32 else dtype)],
     )
-    return quotient
-
-
-def _flush(x: Array) -> Array:
-    """f32 [...] >= 0 with subnormals as 0, which XLA's CPU makes of them."""
-    return jnp.where(x >= _TINY, x, 0.0)
+    return _floats(out) if dtype == jnp.float32 else out
 
 
 def _bits(x: Array) -> Array:

@@ -7,6 +7,9 @@ import itertools
 
 QK_NORMS = ("none", "head", "projection")
 
+# Fields younger than the first weights files, and what a file that does not have them means.
+LATER_FIELDS = {"qkv_bias": False}
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -15,7 +18,7 @@ class ModelConfig:
     Layers are dense where `experts == 0` or the layer's index is in `dense_layers`, else MoE. `d_shared` > 0 adds a
     shared expert to MoE layers (`shared_gate`: multiplied by a sigmoid gate). `renormalize` divides the chosen router
     probabilities by their sum. `qk_norm`: RMSNorm of q and k, 'none', 'head' (each head, Qwen3) or 'projection' (all
-    heads at once, OLMoE).
+    heads at once, OLMoE). `qkv_bias` adds a bias to q, k and v (Qwen2).
     """
 
     vocab_size: int
@@ -33,6 +36,7 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     renormalize: bool = True
     qk_norm: str = "head"
+    qkv_bias: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tied_head: bool = True
@@ -51,6 +55,8 @@ def check_model(cfg: ModelConfig) -> None:
     for name in ("vocab_size", "d_model", "layers", "heads", "kv_heads", "head_dim", "d_mlp", "d_expert"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.rope_theta <= 0 or cfg.norm_eps < 0:
+        raise ValueError(f"rope_theta={cfg.rope_theta} must be above 0 and norm_eps={cfg.norm_eps} not below it")
     if cfg.heads % cfg.kv_heads:
         raise ValueError(f"heads={cfg.heads} is not a multiple of kv_heads={cfg.kv_heads}")
     if cfg.qk_norm not in QK_NORMS:

@@ -160,8 +160,8 @@ def rotary(x: Array, positions: Array, theta: float) -> Array:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary embeddings and an optional q/k norm. q, k and v share one weight and one
-    global scale.
+    """Grouped-query attention with rotary embeddings, an optional bias of q, k and v and an optional q/k norm. q, k and
+    v share one weight and one global scale.
     """
 
     cfg: ModelConfig
@@ -175,6 +175,8 @@ class Attention(nn.Module):
         c, dtype = self.cfg, self.precision.dtype
         h, g, d = c.heads, c.kv_heads, c.head_dim
         qkv = linear(self, "qkv", x, ((h + 2 * g) * d, c.d_model), ("heads", "embed"), self.precision, active=io.active)
+        if c.qkv_bias:
+            qkv = qkv + weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros)
         qkv = qkv.astype(dtype).reshape(*x.shape[:2], h + 2 * g, d)
         q, k, v = jnp.split(qkv, (h, h + g), axis=2)
         if c.qk_norm != "none":

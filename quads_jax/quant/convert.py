@@ -36,6 +36,8 @@ def convert_block_scales(scales: Array, source: str, target: str, *, shape: tupl
     _check(SCALE_LAYOUTS, "layout of block scales", source, target)
     if source == "linear" and scales.shape[-2:] != shape:
         raise ValueError(f"linear block scales have shape {scales.shape}, but the last two axes should be {shape}")
+    if source == target == "128x4":
+        storage.unswizzle_scales(scales, *shape)  # raises for another length
     if source == target:
         return scales
     return storage.swizzle_scales(scales) if target == "128x4" else storage.unswizzle_scales(scales, *shape)

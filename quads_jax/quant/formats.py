@@ -25,6 +25,8 @@ E2M1 = ElementFormat("e2m1", bits=4, mantissa_bits=1, min_exponent=0, max=6.0)
 E4M3 = ElementFormat("e4m3", bits=8, mantissa_bits=3, min_exponent=-6, max=448.0)
 E8M0 = ElementFormat("e8m0", bits=8, mantissa_bits=0, min_exponent=-127, max=2.0**127)
 F32 = ElementFormat("f32", bits=32, mantissa_bits=23, min_exponent=-126, max=(2 - 2.0**-23) * 2.0**127)
+ELEMENTS = (E2M1, E4M3)  # of a BlockFormat; tensor.py knows how each is stored
+SCALES = (E4M3, E8M0, F32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,9 @@ class BlockFormat:
     rows: rows of the last two axes that share a block scale, so that tiles are rows x block; for weights.
     rule: how the largest magnitude of a block becomes a power of two, one of SCALE_RULES; E8M0 scales only.
     choice: four-over-six: a block's largest magnitude goes to 4 instead of 6 where that lowers the block's error, the
-        sum of its squared or absolute errors; one of CHOICES, NVFP4 without tiles only.
+        sum of its squared or absolute errors; one of CHOICES, NVFP4 without tiles only. Errors are f32, as in
+        Transformer Engine: where they over- or underflow all blocks get 6 (squared: units with amax beyond about 1e-16
+        or 1e19; absolute: 1e35).
     scale_max: the block scale that a unit's largest magnitude gets; None means the largest there is.
 
     Raises ValueError for combinations without meaning.
@@ -57,9 +61,14 @@ class BlockFormat:
             if not condition:
                 raise ValueError(f"format {self.name}: {what}")
 
+        need(self.element in ELEMENTS, f"cannot store elements {self.element}: choose one of {_names(ELEMENTS)}")
+        known = self.scale is None or self.scale in SCALES
+        need(known, f"cannot store scales {self.scale}: choose one of {_names(SCALES)}")
         need((self.block is None) == (self.scale is None), "block and scale go together: set both or neither")
         need(self.block is not None or self.has_global, "no scale at all: set block and scale, or has_global")
         need(not self.has_global or self.scale in (None, E4M3), "has_global goes with E4M3 block scales or none")
+        for field, size in (("block", self.block), ("rows", self.rows)):
+            need(size is None or (isinstance(size, int) and size > 0), f"{field}={size} is no positive integer")
         need(self.rows == 1 or self.block is not None, f"rows={self.rows} needs a block")
         rules = SCALE_RULES if self.scale == E8M0 else (None,)
         need(self.rule in rules, f"rule {self.rule!r} is not one of {rules} for this scale")
@@ -67,6 +76,8 @@ class BlockFormat:
         choices = (None, *CHOICES) if fits else (None,)
         need(self.choice in choices, f"choice {self.choice!r} is not one of {choices} for these scales")
         need(self.scale_max is None or self.scale == E4M3, f"scale_max={self.scale_max} needs E4M3 block scales")
+        fits = self.scale_max is None or 0 < self.scale_max <= self.scale.max
+        need(fits, f"scale_max={self.scale_max} is not in (0, {E4M3.max:g}], the E4M3 numbers")
 
     @property
     def largest(self) -> float:
@@ -80,6 +91,10 @@ class BlockFormat:
         """Whether element * block scale is exact in bf16: what a GEMM operand with the global scale after it needs."""
         bits = 1 + self.element.mantissa_bits + (0 if self.scale is None else 1 + self.scale.mantissa_bits)
         return bits <= _BF16_SIGNIFICANT_BITS
+
+
+def _names(formats: tuple[ElementFormat, ...]) -> str:
+    return ", ".join(f.name for f in formats)
 
 
 NVFP4 = BlockFormat("nvfp4", E2M1, block=16, scale=E4M3, has_global=True)

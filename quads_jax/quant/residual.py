@@ -33,15 +33,22 @@ class ResidualSpec:
 
 def check_spec(spec: ResidualSpec) -> ResidualSpec:
     """Returns spec; raises ValueError for a ratio outside [0, 1] or an unknown policy."""
-    if not 0.0 <= spec.ratio <= 1.0:
-        raise ValueError(f"residual ratio {spec.ratio} is not in [0, 1]: it is a share of the K channels, 0.5 for 50 %")
+    _check_ratio(spec.ratio)
     if spec.policy not in POLICIES:
         raise ValueError(f"unknown residual policy {spec.policy!r}: choose one of {', '.join(POLICIES)}")
     return spec
 
 
+def _check_ratio(ratio: float) -> None:
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"residual ratio {ratio} is not in [0, 1]: it is a share of the K channels, 0.5 for 50 %")
+
+
 def num_channels(ratio: float, width: int, block: int = _BLOCK) -> int:
-    """S = block * round(ratio * K / block), at least one block when ratio > 0, at most K = width."""
+    """S = block * round(ratio * K / block), at least one block when ratio > 0, at most K = width. Raises ValueError for
+    a ratio outside [0, 1].
+    """
+    _check_ratio(ratio)
     if ratio == 0:
         return 0
     return min(width, max(block, block * round(ratio * width / block)))
@@ -79,8 +86,11 @@ def adaptive_masks(shares: Sequence[Array], ratio: float) -> list[Array]:
 
     Whole 16-channel blocks of all sites and layers compete by the error that they remove. The total is that of policy
     block, num_channels(ratio, K) a site and layer; axes between L and K are experts with an input of their own, of
-    which a row passes one, so a block of one costs its part. A block that does not fit ends the choice.
+    which a row passes one, so a block of one costs its part. A block that does not fit ends the choice. Raises
+    ValueError if a K is not a multiple of 16.
     """
+    for s in shares:
+        _check_blocks("adaptive", s.shape[-1])
     blocks = [jnp.sum(s.reshape(*s.shape[:-1], -1, _BLOCK), axis=-1) for s in shares]
     experts = [b[0, ..., 0].size for b in blocks]
     cost = jnp.concatenate([jnp.full(b.size, 1.0 / e) for b, e in zip(blocks, experts, strict=True)])
@@ -103,11 +113,15 @@ def channel_order(scores: Array, policy: str) -> Array:
     if policy != "block":
         raise ValueError(f"policy {policy!r} has no channel order: only online, static and block do")
     *rest, width = scores.shape
-    if width % _BLOCK:
-        raise ValueError(f"policy block needs K to be a multiple of {_BLOCK}, got K={width}")
+    _check_blocks("block", width)
     block_scores = jnp.sum(scores.reshape(*rest, width // _BLOCK, _BLOCK), axis=-1)
     blocks = jnp.argsort(-block_scores, axis=-1, stable=True).astype(jnp.int32)
     return (blocks[..., None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)).reshape(scores.shape)
+
+
+def _check_blocks(policy: str, width: int) -> None:
+    if width % _BLOCK:
+        raise ValueError(f"policy {policy} needs K to be a multiple of {_BLOCK}, got K={width}")
 
 
 def order_mask(order: Array, num: int) -> Array:
@@ -155,13 +169,26 @@ def compensate(
 
     mask: bool, broadcastable to x, True where the residual is kept; or a function that computes it from the residual,
         f32[..., K]. (xq + rq) * S approximates x, and rq is exactly 0 outside the mask.
-    Other arguments and errors as `quantize`.
+    Other arguments and errors as `quantize`; ValueError also for a mask that is not bool (such as a channel order) or
+        does not broadcast to x.
     """
     e = encode(x, fmt, unit=unit, amax=amax)
     residual = subtract_scaled(x.astype(jnp.float32), e.values, e.global_scale)
     keep = mask(residual) if callable(mask) else mask
+    _check_mask(keep, x.shape)
     rq, _ = quantize_values(jnp.where(keep, residual, 0.0), fmt, unit=unit, amax=e.amax)
     return e.values, rq, e.global_scale
+
+
+def _check_mask(mask: Array, shape: tuple[int, ...]) -> None:
+    fits = len(mask.shape) <= len(shape) and all(
+        m in (1, n) for m, n in zip(mask.shape[::-1], shape[::-1], strict=False)
+    )
+    if mask.dtype != jnp.bool_ or not fits:
+        raise ValueError(
+            f"a mask of {mask.dtype} {mask.shape} does not choose channels of x {shape}: pass bool that broadcasts to "
+            "x (order_mask makes it from a channel order)"
+        )
 
 
 def quantize_residual(
@@ -178,7 +205,7 @@ def quantize_residual(
     channels: i32[S], whole aligned blocks: the first S of the `block` order, in which Rq's columns lie. None means the
         first S channels, right for policy `static`, whose K is permuted already.
     Any other choice would mix blocks, which a packed weight cannot follow. ValueError: policies online and token, block
-    without channels, another number of channels.
+    without channels, another number of channels, a format of which they may be parts of blocks.
     """
     check_spec(spec)
     if spec.policy == "adaptive":
@@ -187,6 +214,11 @@ def quantize_residual(
         raise ValueError(f"policy {spec.policy!r} may choose parts of blocks, which cannot be packed: use compensate")
     width = x.shape[-1]
     num = num_channels(spec.ratio, width)
+    if fmt.block is not None and _BLOCK % fmt.block and (spec.policy == "block" or num % fmt.block):
+        raise ValueError(
+            f"{num} channels by policy {spec.policy} may be parts of {fmt.name}'s blocks of {fmt.block}, which cannot "
+            "be packed: use compensate"
+        )
     if channels is None:
         if spec.policy == "block":
             raise ValueError(f"policy block needs channels: the first {num} of its channel_order")

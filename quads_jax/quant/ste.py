@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from quads_jax.quant.formats import BlockFormat
-from quads_jax.quant.tensor import encode, quantize_dequantize
+from quads_jax.quant.tensor import encode, quantize_dequantize, widen
 
 CLIPPED = ("pass", "zero")
 
@@ -30,7 +30,7 @@ def fake_quant(
     """
     if clipped not in CLIPPED:
         raise ValueError(f"clipped={clipped!r} is not one of {', '.join(CLIPPED)}")
-    return _fake_quant(fmt, unit, clipped, x.astype(jnp.float32), amax, key)
+    return _fake_quant(fmt, unit, clipped, widen(x), amax, key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

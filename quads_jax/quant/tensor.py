@@ -26,6 +26,8 @@ from quads_jax.quant.formats import E2M1, E4M3, E8M0, F32, BlockFormat, ElementF
 from quads_jax.quant.rounding import div_rn, power_of_two_scale, round_stochastic, round_to_grid
 
 _FLT_MAX = float(np.finfo(np.float32).max)
+_FLT_MIN = float(np.finfo(np.float32).tiny)
+_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _UNIT_AXES = {"token": 1, "expert": 2, "tensor": None}  # trailing axes that share one global scale; None: all of them
 _CODECS = {
     E2M1: (storage.e2m1_encode, storage.e2m1_decode),
@@ -90,7 +92,7 @@ class Encoded(NamedTuple):
 def quantize(
     x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None, key: Array | None = None
 ) -> BlockTensor:
-    """f32 or bf16 [..., K] -> BlockTensor of the same shape.
+    """f32, bf16 or f16 [..., K] -> BlockTensor of the same shape.
 
     unit: "token" (a global scale per row), "expert" (per matrix, the last two axes) or "tensor".
     amax: the units' largest magnitude where known (calibrated, or another tensor's), broadcastable to the unit shape;
@@ -99,18 +101,33 @@ def quantize(
         saturate. None rounds to nearest.
     A unit with a non-finite element or amax gets global scale NaN, zero scales and zero codes; in formats without a
     global scale, a block (or tile) with a non-finite element gets block scale NaN and zero codes. Others do not change.
-    Raises ValueError if K or a tile's rows do not divide into blocks, for an unknown unit or one smaller than a tile,
-    and for an amax of the wrong shape or without use.
+    Raises ValueError for another dtype, if K or a tile's rows do not divide into blocks, for an unknown unit or one
+    smaller than a tile, and for an amax of the wrong shape or without use.
     """
     return to_block_tensor(encode(x, fmt, unit=unit, amax=amax, key=key), fmt)
 
 
 def dequantize(t: BlockTensor, dtype: DTypeLike = jnp.float32) -> Array:
-    """BlockTensor -> [..., K] of element * (block scale * global scale), in f32 and rounded once, to `dtype`."""
+    """BlockTensor -> [..., K] of element * (block scale * global scale), in f32 and rounded once, to `dtype`: float32,
+    bfloat16 or float16, of which numbers beyond 65504 become infinite. Raises ValueError for another dtype.
+    """
+    if jnp.dtype(dtype) not in _FLOATS:
+        raise ValueError(f"cannot dequantize to {jnp.dtype(dtype)}: choose one of {_names(_FLOATS)}")
     elements, block_scale = _decode(t)
     out = elements * _step(elements, block_scale, t.global_scale)
     info = jnp.finfo(dtype)
-    return lax.reduce_precision(out, info.nexp, info.nmant).astype(dtype)  # the cast alone would be deleted on GPUs
+    rounded = lax.reduce_precision(out, info.nexp, info.nmant)  # the cast alone would be deleted on GPUs
+    if dtype == jnp.float16:  # its subnormal numbers, which reduce_precision flushes
+        tiny = float(info.tiny)
+        rounded = jnp.where(jnp.abs(out) < tiny, round_to_grid(out, info.nmant, info.minexp, tiny), rounded)
+    return rounded.astype(dtype)
+
+
+def widen(x: Array) -> Array:
+    """f32, bf16 or f16 [...] -> the same values in f32. Raises ValueError for another dtype."""
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"cannot quantize {x.dtype}: cast it first, knowingly, to one of {_names(_FLOATS)}")
+    return x.astype(jnp.float32)
 
 
 def values(t: BlockTensor) -> Array:
@@ -140,7 +157,7 @@ def encode(
     x: Array, fmt: BlockFormat, *, unit: str, amax: Array | float | None = None, key: Array | None = None
 ) -> Encoded:
     """The quantizer's arithmetic, without packing; arguments and errors as `quantize`."""
-    x = x.astype(jnp.float32)
+    x = widen(x)
     axes = _unit_axes(unit, x.shape, fmt)
     block_amax = _block_amax(x, fmt)
     measured = jnp.max(block_amax, axis=axes, keepdims=True, initial=0.0)
@@ -180,6 +197,8 @@ def to_block_tensor(e: Encoded, fmt: BlockFormat) -> BlockTensor:
 
 def check(t: BlockTensor) -> BlockTensor:
     """Returns t. Raises ValueError if the shapes or dtypes of its arrays do not fit together."""
+    if not t.codes.ndim:
+        raise ValueError(f"codes of a {t.fmt.name} tensor are a scalar: expected at least one axis, K")
     _expect("codes", t.codes, t.codes.shape, jnp.uint8, t)
     if t.fmt.block is not None:
         dtype = jnp.float32 if t.fmt.scale == F32 else jnp.uint8
@@ -197,6 +216,10 @@ def _expect(name: str, array: Array | None, shape: tuple[int, ...], dtype: DType
     want = f"{jnp.dtype(dtype)} {shape}"
     if have != want:
         raise ValueError(f"{name} of a {t.fmt.name} tensor of shape {t.shape} is {have}, expected {want}")
+
+
+def _names(dtypes: tuple[np.dtype, ...]) -> str:
+    return ", ".join(dtype.name for dtype in dtypes)
 
 
 def _check_exact(fmt: BlockFormat) -> None:
@@ -222,9 +245,9 @@ def _divide(x: Array, scale: Array, element: ElementFormat, key: Array | None) -
 
 
 def _multiply(x: Array, step: Array, fmt: BlockFormat, key: Array | None = None) -> Array:
-    """Elements by each block's reciprocal step, 0 where the step is 0 or NaN."""
+    """Elements by each block's reciprocal step, 0 where the step is 0, subnormal (GPUs keep it, CPUs do not) or NaN."""
     # The division comes last: XLA's CPU fusion recomputes per element whatever cheap operation follows it.
-    factor = storage.expand_scales(div_rn(1.0, jnp.where(step > 0, step, jnp.inf)), fmt.block)
+    factor = storage.expand_scales(div_rn(1.0, jnp.where(step >= _FLT_MIN, step, jnp.inf)), fmt.block)
     return _round(jnp.where(factor > 0, x * factor, 0.0), fmt.element, key)
 
 

@@ -10,13 +10,6 @@ import jax.numpy as jnp
 STD_EPS = 1e-6  # added to a group's standard deviation: bounds advantages of groups whose rewards barely differ
 
 
-def check_rewards(reward: jax.Array) -> None:
-    """Refuses non-finite rewards f[B] on the host: one of them would poison its whole group. Raises ValueError."""
-    bad = [(row, value) for row, value in enumerate(reward.tolist()) if value - value != 0.0]
-    if bad:
-        raise ValueError(f"non-finite rewards (row, value): {bad[:8]}; a verifier must return a finite number")
-
-
 def grpo(reward: jax.Array, group_size: int) -> jax.Array:
     """(r - mean) / (std + STD_EPS) within each group; exactly 0 where all rewards of a group are equal.
 
@@ -31,6 +24,25 @@ def grpo(reward: jax.Array, group_size: int) -> jax.Array:
 def dr_grpo(reward: jax.Array, group_size: int) -> jax.Array:
     """r - mean within each group: no division by the deviation (Dr. GRPO, arXiv 2503.20783). Otherwise as `grpo`."""
     return _centred(_grouped(reward, group_size)).reshape(-1)
+
+
+def rloo(reward: jax.Array, group_size: int) -> jax.Array:
+    """r - mean of the group's *other* rewards = (r - mean) G / (G - 1) (RLOO, Kool et al. 2019; arXiv 2402.14740): that
+    baseline does not depend on the answer, so the policy gradient has no bias. Otherwise as `grpo`.
+    """
+    return (_centred(_grouped(reward, group_size)) * (group_size / (group_size - 1))).reshape(-1)
+
+
+def mixed_groups(reward: jax.Array, group_size: int) -> tuple[jax.Array, jax.Array]:
+    """Rows of groups whose rewards differ, keep bool[B], and how many such groups there are, i32[].
+
+    The others have advantage 0 and only enlarge a loss's divisor; DAPO's dynamic sampling (arXiv 2503.14476) leaves
+    them out: mask & keep[:, None] before `token_weights`. Take the verifier's rewards, before any shaping. A group with
+    a NaN is kept, so that the NaN shows. Args and errors as `grpo`.
+    """
+    groups = _grouped(reward, group_size)
+    mixed = jnp.max(groups, axis=1) != jnp.min(groups, axis=1)
+    return jnp.repeat(mixed, group_size), jnp.sum(mixed, dtype=jnp.int32)
 
 
 def _centred(groups: jax.Array) -> jax.Array:
@@ -48,4 +60,4 @@ def _grouped(reward: jax.Array, group_size: int) -> jax.Array:
     return reward.astype(jnp.float32).reshape(-1, group_size)
 
 
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}

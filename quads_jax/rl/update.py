@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from quads_jax.rl.losses import LENGTH_NORMS, LOSSES, gap_metrics, masked_mean, policy_loss, token_weights
+from quads_jax.rl.corrections import CORRECTIONS, LEVELS, MAX_BOUND, correction_weights
+from quads_jax.rl.losses import (
+    LENGTH_NORMS,
+    LOSSES,
+    gap_metrics,
+    masked_mean,
+    policy_loss,
+    token_weights,
+    weighted_sum,
+)
 from quads_jax.rl.types import RolloutBatch, TrainState
 
 # score(params, quant, tokens i32[b,T], valid bool[b,T]) -> (logp f32[b,T] of tokens[:,t] given the past, 0 at t = 0;
@@ -59,8 +68,14 @@ class UpdateConfig:
     loss: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None  # of ppo_clip, 3 in the paper; none: off
     length_norm: str = "token"
     old_logp: str = "trainer"  # the ratio's denominator: trainer's recomputation or the rollout's own log-probs
+    correction: str | None = None  # tis or mis: importance weights old / behaviour; none: off
+    correction_level: str = "token"
+    correction_low: float = 0.0  # bounds of that ratio; IcePop is mis with 0.5 and 5
+    correction_high: float = 2.0
+    entropy_weight: float = 0.0  # of the entropy bonus; 0 is off
     minibatches: int = 1  # optimizer steps a call
     microbatches: int = 1  # chunks a minibatch, gradients accumulated in f32; changes memory, not the result
 
@@ -73,13 +88,47 @@ class UpdateConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ValueError(f"clip_low={self.clip_low} must lie in (0, 1], clip_high={self.clip_high} above 0")
+        if self.dual_clip is not None and self.loss != "ppo_clip":
+            raise ValueError(f"dual_clip={self.dual_clip} has no effect on loss={self.loss!r}: only ppo_clip reads it")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1 (3 in the paper), or none")
+        if not self.entropy_weight >= 0:
+            raise ValueError(f"entropy_weight={self.entropy_weight} must be >= 0 (0 is off)")
+        self._check_correction()
+
+    def _check_correction(self):
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.correction is None:
+            for name in ("correction_level", "correction_low", "correction_high"):
+                if getattr(self, name) != fields[name]:
+                    raise ValueError(f"{name}={getattr(self, name)!r} has no effect without correction")
+            return
+        if self.correction not in CORRECTIONS:
+            raise ValueError(f"correction={self.correction!r} is not one of {tuple(CORRECTIONS)}, or none")
+        if self.correction_level not in LEVELS:
+            raise ValueError(f"correction_level={self.correction_level!r} is not one of {LEVELS}")
+        if not 0 <= self.correction_low < self.correction_high <= MAX_BOUND:
+            raise ValueError(
+                f"correction_low={self.correction_low}, correction_high={self.correction_high}: 0 <= low < high <= "
+                f"{MAX_BOUND:g} must hold"
+            )
+        if self.old_logp == "behaviour":
+            raise ValueError(
+                f"correction={self.correction!r} with old_logp='behaviour': the loss's ratio is against the rollout "
+                "already; use old_logp='trainer'"
+            )
+
+
+def learning_rate(cfg: OptimConfig) -> optax.Schedule:
+    """i optimizer steps done -> the rate of the next: step t = i + 1 has learning_rate * min(1, t / warmup)."""
+    if cfg.warmup_steps <= 1:
+        return optax.constant_schedule(cfg.learning_rate)
+    return optax.linear_schedule(cfg.learning_rate / cfg.warmup_steps, cfg.learning_rate, cfg.warmup_steps - 1)
 
 
 def make_optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with linear warm-up: step t = 1, 2, ... has learning_rate * min(1, t / warmup)."""
-    rate = cfg.learning_rate
-    if cfg.warmup_steps > 1:
-        rate = optax.linear_schedule(rate / cfg.warmup_steps, rate, cfg.warmup_steps - 1)
+    """Global-norm clip, then AdamW with linear warm-up."""
+    rate = learning_rate(cfg) if cfg.warmup_steps > 1 else cfg.learning_rate
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
         optax.adamw(rate, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay),
@@ -101,6 +150,11 @@ def update(
     gradient pass, so that the first ratio is 1 up to what the compiler does differently. Weights of the length
     normalisation are computed a minibatch, hence any number of microbatches gives one gradient up to fp32 rounding.
     max_len: the largest number of sampled tokens of a row, the divisor of length_norm="constant".
+
+    Where a metric is not finite nothing is applied: the returned state is the given one, bit for bit, so that the
+    caller can look for the tensor and repeat the step (`quads_jax.guards`). With several minibatches that holds a
+    second copy of parameters and optimizer state during the call. The metrics cover all that can go wrong: log-probs of
+    both sides, rewards, loss, gradients, updates, and parameters that the batch did not reach.
     Raises ValueError when B is not a multiple of minibatches * microbatches.
     """
     rows, chunks = batch.tokens.shape[0], cfg.minibatches * cfg.microbatches
@@ -109,46 +163,78 @@ def update(
             f"batch of {rows} rows does not divide into minibatches={cfg.minibatches} x microbatches="
             f"{cfg.microbatches} = {chunks} chunks; choose a batch that is a multiple of {chunks}"
         )
-    trainer_logp, entropy = _score_batch(state, batch, score, rows // chunks)
-    minibatch_masks = batch.mask.reshape(cfg.minibatches, -1, batch.mask.shape[1])
-    weights = jax.vmap(lambda mask: token_weights(mask, cfg.length_norm, max_len))(minibatch_masks)
-    data = {
-        "tokens": batch.tokens,
-        "valid": batch.valid,
-        "mask": batch.mask,
-        "old_logp": trainer_logp if cfg.old_logp == "trainer" else batch.behaviour_logp,
-        "advantage": batch.advantage,
-        "weights": weights.reshape(batch.mask.shape),
-    }
-    data = jax.tree.map(lambda x: x.reshape(cfg.minibatches, cfg.microbatches, rows // chunks, *x.shape[1:]), data)
+    trainer_logp, entropy = score_batch(state, batch, score, rows // chunks)
 
     def step(carry, minibatch):
         params, opt_state = carry
-        (loss, clipped), grads = _gradient(params, state.quant, minibatch, score, cfg)
+        (loss, clipped), grads = gradient(params, state.quant, minibatch, score, cfg)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         logs = {"loss": loss, "clipped": clipped}
         logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
         return (optax.apply_updates(params, updates), opt_state), logs
 
+    data = minibatches(batch, trainer_logp, cfg, max_len)
     (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
-    metrics = _metrics(state, batch, trainer_logp, entropy, logs)
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    metrics = _metrics(state, batch, trainer_logp, entropy, logs) | _correction(batch, trainer_logp, cfg)[1]
+    finite = jnp.all(jnp.isfinite(jnp.stack([jnp.float32(value) for value in metrics.values()])))
+    new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
+    applied = jax.tree.map(lambda a, old: jnp.where(finite, a, old), new, {k: getattr(state, k) for k in new})
+    return state.replace(**applied), metrics
 
 
-def _score_batch(state, batch, score, chunk: int) -> tuple[jax.Array, jax.Array]:
+def score_batch(state: TrainState, batch: RolloutBatch, score: Score, chunk: int) -> tuple[jax.Array, jax.Array]:
     """(logp f32[B,T], entropy f32[B,T]) of the trainer's current policy, `chunk` rows at a time."""
     chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), (batch.tokens, batch.valid))
     scored = lax.map(lambda rows: score(state.params, state.quant, *rows), chunked)
     return jax.tree.map(lambda x: x.reshape(batch.tokens.shape), scored)
 
 
-def _gradient(params, quant, minibatch, score, cfg):
+def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig, max_len: int) -> dict[str, jax.Array]:
+    """What the objective reads, in leaves [minibatches, microbatches, rows, ...]; trainer_logp f32[B,T]."""
+    mask = _loss_mask(batch)
+    masks = mask.reshape(cfg.minibatches, -1, mask.shape[1])
+    weights = jax.vmap(lambda mask: token_weights(mask, cfg.length_norm, max_len))(masks).reshape(mask.shape)
+    correction, _ = _correction(batch, trainer_logp, cfg)
+    data = {
+        "tokens": batch.tokens,
+        "valid": batch.valid,
+        "mask": mask,
+        "old_logp": trainer_logp if cfg.old_logp == "trainer" else batch.behaviour_logp,
+        "advantage": batch.advantage,
+        "weights": weights if correction is None else weights * correction,
+    }
+    if cfg.entropy_weight:
+        data["entropy_weights"] = weights
+    return jax.tree.map(lambda x: x.reshape(cfg.minibatches, cfg.microbatches, -1, *x.shape[1:]), data)
+
+
+def _loss_mask(batch: RolloutBatch) -> jax.Array:
+    """bool[B,T]: the sampled tokens of the rows in the loss."""
+    return batch.mask if batch.in_loss is None else batch.mask & batch.in_loss[:, None]
+
+
+def _correction(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig):
+    """(importance weights f32[B,T], or none where cfg has no correction; their metrics)."""
+    if cfg.correction is None:
+        return None, {}
+    bounds = {"low": cfg.correction_low, "high": cfg.correction_high}
+    logps = trainer_logp, batch.behaviour_logp
+    return correction_weights(cfg.correction, cfg.correction_level, *logps, _loss_mask(batch), **bounds)
+
+
+def gradient(params, quant, minibatch, score, cfg):
     """((loss f32[], clipped tokens i32[]), gradients) of a minibatch whose leaves are [microbatches, rows, ...]."""
-    per_token = functools.partial(LOSSES[cfg.loss], clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    options = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    if cfg.dual_clip is not None:
+        options["dual_clip"] = cfg.dual_clip
+    per_token = functools.partial(LOSSES[cfg.loss], **options)
 
     def objective(params, rows):
-        logp, _ = score(params, quant, rows["tokens"], rows["valid"])
-        loss, clipped = policy_loss(per_token, logp, rows["old_logp"], rows["advantage"], rows["mask"], rows["weights"])
+        logp, entropy = score(params, quant, rows["tokens"], rows["valid"])
+        mask, weights = rows["mask"], rows["weights"]
+        loss, clipped = policy_loss(per_token, logp, rows["old_logp"], rows["advantage"], mask, weights)
+        if cfg.entropy_weight:
+            loss -= cfg.entropy_weight * weighted_sum(entropy, mask, rows["entropy_weights"])
         return loss, jnp.sum(clipped)
 
     def accumulate(total, rows):
@@ -163,13 +249,14 @@ def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:
     current = batch.mask & (batch.version == state.step)[:, None]
     return gap_metrics(batch.behaviour_logp, trainer_logp, current) | {
         "loss": jnp.mean(logs["loss"]),
-        "clip_fraction": jnp.sum(logs["clipped"]) / jnp.maximum(jnp.sum(batch.mask), 1),
+        "clip_fraction": jnp.sum(logs["clipped"]) / jnp.maximum(jnp.sum(_loss_mask(batch)), 1),
         "entropy": masked_mean(entropy, batch.mask),  # nats a token, at the old policy
         "grad_norm": jnp.mean(logs["grad_norm"]),  # before clipping, mean and max over minibatches
         "grad_norm_max": jnp.max(logs["grad_norm"]),
         "update_norm": jnp.mean(logs["update_norm"]),  # of the parameter change a minibatch
         "reward": jnp.mean(batch.reward),
         "reward_std": jnp.std(batch.reward),
+        "param_norm": optax.tree.norm(state.params),  # of the masters before the step
         "response_length": jnp.mean(jnp.sum(batch.mask, axis=1)),  # tokens, stop token included
         "truncation_rate": jnp.mean(~batch.finished),
     }

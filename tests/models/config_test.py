@@ -21,6 +21,8 @@ def test_valid(options):
         ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
         ({"d_mlp": 0}, "d_mlp=0 must be at least 1"),
         ({"d_expert": -1}, "d_expert=-1 must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
+        ({"norm_eps": -1e-6}, "norm_eps=-1e-06 not below it"),
         ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"top_k": 0}, "top_k=0 must be in 1..experts=8"),
         ({"top_k": 9}, "top_k=9 must be in 1..experts=8"),

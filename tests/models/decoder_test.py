@@ -1,7 +1,7 @@
 """The decoder as a whole: cache, causality, padding, batch mates, experts' order, scanned runs, the parameter tree.
 
-One small model has every part: a dense layer before two MoE layers with a gated shared expert, GQA, q/k norm over
-the projections, an untied head.
+One small model has every part: a dense layer before two MoE layers with a gated shared expert, GQA with biases, q/k
+norm over the projections, an untied head.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from quads_jax.precision import Precision
 
 CFG = ModelConfig(
     vocab_size=61, d_model=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_mlp=48, experts=4, top_k=2, d_expert=16,
-    d_shared=16, shared_gate=True, dense_layers=(0,), tied_head=False, qk_norm="projection",
+    d_shared=16, shared_gate=True, dense_layers=(0,), tied_head=False, qk_norm="projection", qkv_bias=True,
 )
 B, T, PROMPT = 4, 10, 6
 FLOAT32, BFLOAT16 = Precision(dtype="float32"), Precision()
@@ -267,7 +267,8 @@ def test_initial_parameters_are_plain_float32_arrays_of_unit_output_scale():
 
 def test_parameter_count():
     d, q, kv, f = 32, 4 * 8, 2 * 8, 16
-    attention = d * (q + 2 * kv) + q * d + q + kv + 2 * d  # with q/k norms and the block's two norms
+    biases = q + 2 * kv
+    attention = d * (q + 2 * kv) + biases + q * d + q + kv + 2 * d  # with q/k norms and the block's two norms
     moe = 4 * d + 4 * 3 * d * f + 3 * d * 16 + d  # router, experts, shared expert, its gate
     assert parameter_count(shapes(CFG)) == 2 * 61 * d + d + 3 * attention + 3 * d * 48 + 2 * moe
 

@@ -108,5 +108,6 @@ def test_errors_name_the_values():
         convert.convert_global_scale(1.0, "decode", "inverse", NVFP4)
     with pytest.raises(ValueError, match=r"shape \(2, 8\).*\(8, 2\)"):
         convert.convert_block_scales(packed, "linear", "128x4", shape=(8, 2))
-    with pytest.raises(ValueError, match="16 swizzled scales are not 2 x 8, which take 1024"):
-        convert.convert_block_scales(packed.reshape(-1), "128x4", "linear", shape=(2, 8))
+    for target in ("linear", "128x4"):
+        with pytest.raises(ValueError, match="16 swizzled scales are not 2 x 8, which take 1024"):
+            convert.convert_block_scales(packed.reshape(-1), "128x4", target, shape=(2, 8))

@@ -1,5 +1,6 @@
 """What sets a format apart: tiles, scale rules, four-over-six, stochastic rounding, use as a GEMM operand."""
 
+import dataclasses
 import functools
 
 import jax
@@ -185,6 +186,15 @@ def test_formats_with_f32_scales_are_no_operands(fmt):
         ({"choice": "max"}, "choice 'max' is not one of .*'squared'"),
         ({"choice": "squared", "rows": 16}, "choice 'squared' is not one of"),
         ({"scale": F32, "has_global": False, "scale_max": 256.0}, "scale_max=256.0 needs E4M3"),
+        ({"scale_max": 1000.0}, r"scale_max=1000.0 is not in \(0, 448\]"),
+        ({"scale_max": 0.0}, "scale_max=0.0 is not in"),
+        ({"scale_max": float("nan")}, "scale_max=nan is not in"),
+        ({"block": 0}, "block=0 is no positive integer"),
+        ({"block": 16.0}, "block=16.0 is no positive integer"),
+        ({"rows": -1}, "rows=-1 is no positive integer"),
+        ({"element": E8M0}, ".*'e8m0'.*choose one of e2m1, e4m3"),
+        ({"element": dataclasses.replace(E2M1, max=7.0)}, ".*max=7.0.*choose one of e2m1, e4m3"),
+        ({"scale": E2M1, "has_global": False}, ".*'e2m1'.*choose one of e4m3, e8m0, f32"),
     ],
 )
 def test_formats_without_meaning_are_refused(fields, message):

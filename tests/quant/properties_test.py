@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jax import lax
 
 from quads_jax import testing
 from quads_jax.quant import tensor
-from quads_jax.quant.formats import E2M1, E4M3, FORMATS, FP8_1X128, NVFP4, BlockFormat
+from quads_jax.quant.formats import E2M1, E4M3, FORMATS, FP8, FP8_1X128, NVFP4, BlockFormat
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 DRAWN = settings(derandomize=True, max_examples=8, deadline=None, database=None)
@@ -65,9 +66,31 @@ def test_one_element_survives_alone(fmt, data):  # THUDM/slime#2256: a zero scal
     assert np.count_nonzero(dq) == 1
 
 
+SHAPES = [(16,), (1, 48), (5, 16), (3, 1, 96), (2, 3, 7, 32), (2, 0, 32), (0, 3, 32), (3, 0)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tensor_of_any_shape_is_its_rows(shape, dtype):
+    """Rows, padded with zeros to one shape and quantized there; every row is a unit."""
+    x = np.random.default_rng(0).standard_t(2, shape).astype(dtype)
+    rows = x.reshape(-1, shape[-1]) if x.size else np.zeros((0, shape[-1]), x.dtype)
+    padded = np.zeros((64, 96), np.float32)
+    padded[: len(rows), : shape[-1]] = rows
+    for fmt in (NVFP4, FP8):
+        want = np.asarray(jit_decode(jit_quantize(padded, fmt, unit="token")))[: len(rows), : shape[-1]]
+        t = tensor.check(jit_quantize(x, fmt, unit="token"))
+        assert t.shape == shape and t.global_scale.shape == (*shape[:-1], 1)
+        np.testing.assert_array_equal(jit_decode(t), want.reshape(shape))
+
+
+jit_quantize, jit_decode = jax.jit(tensor.quantize, static_argnames=("fmt", "unit")), jax.jit(tensor.dequantize)
+
+
 # Mutations -----------------------------------------------------------------------------------------------------------
 
 block_amax, encode, round_to_grid = tensor._block_amax, tensor.encode, tensor.round_to_grid
+round_stochastic = tensor.round_stochastic
 
 
 def product_before_scale(e):
@@ -92,6 +115,14 @@ def ties_up(x, *grid):
 
 def scales_down(x, *grid):
     return round_to_grid(x * 0.96, *grid)
+
+
+def always_to_nearest(x, uniform, *grid):
+    return round_to_grid(x, *grid)
+
+
+def always_towards_zero(x, uniform, *grid):
+    return round_stochastic(x, jnp.ones_like(uniform), *grid)
 
 
 def two_steps_away(x, uniform, *grid):
@@ -126,6 +157,8 @@ def no_gradient(x, fmt):
         (testing.check_block_permutation, NVFP4, tensor, "_block_amax", neighbours_scale),
         (testing.check_idempotence, NVFP4, tensor, "round_to_grid", scales_down),
         (testing.check_stochastic_rounding, NVFP4, tensor, "round_stochastic", two_steps_away),
+        (testing.check_stochastic_rounding, NVFP4, tensor, "round_stochastic", always_to_nearest),
+        (testing.check_stochastic_rounding, NVFP4, tensor, "round_stochastic", always_towards_zero),
         (testing.check_non_finite, NVFP4, tensor, "_block_amax", amax_of_finite),
         (testing.check_gradient, NVFP4, testing, "fake_quant", no_gradient),
     ],
@@ -137,6 +170,14 @@ def test_check_can_fail(check, fmt, module, name, wrong, monkeypatch):
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(AssertionError):
         check(mutant, x)
+    with pytest.raises(AssertionError):
+        testing.check_format(dataclasses.replace(fmt, name="mutant of check_format"))
+
+
+def test_check_format_calls_every_check():
+    every = {name for name in vars(testing) if name.startswith("check_")} - {"check_format"}
+    called = {*testing.check_format.__code__.co_names, *(check.__name__ for check in testing.CHECKS_OF_ANY_VALUE)}
+    assert len(every) == 12 and every <= called
 
 
 def test_check_of_power_of_two_scaling_can_fail():

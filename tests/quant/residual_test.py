@@ -28,6 +28,12 @@ def test_num_channels(ratio, width, want):
     assert rac.num_channels(ratio, width) == want
 
 
+def test_num_channels_refuses_what_is_no_share():
+    for ratio in (50, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=r"is not in \[0, 1\]"):
+            rac.num_channels(ratio, 64)
+
+
 def test_check_spec():
     spec = ResidualSpec(0.5, "block")
     assert rac.check_spec(spec) is spec and hash(spec) == hash(ResidualSpec(0.5, "block"))
@@ -62,8 +68,10 @@ def test_channel_order():
         assert got.tolist() == [16 * b + i for b in blocks for i in range(16)]
     with pytest.raises(ValueError, match="'token' has no channel order"):
         rac.channel_order(scores, "token")
-    with pytest.raises(ValueError, match="K=40"):
+    with pytest.raises(ValueError, match="policy block .*K=40"):
         rac.channel_order(np.zeros(40, np.float32), "block")
+    with pytest.raises(ValueError, match="policy adaptive .*K=40"):
+        rac.adaptive_masks([jnp.zeros((2, 32)), jnp.zeros((2, 40))], 0.5)
 
 
 @pytest.mark.parametrize("num", [0, 1, 16, 63, 64])
@@ -130,6 +138,20 @@ def test_compensating_zeros_and_broken_rows():
         np.testing.assert_array_equal(np.delete(a, 3, 0), np.delete(b, 3, 0))
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.arange(64), r"int64 \(64,\) .* order_mask"),  # a channel order would choose all but channel 0
+        (np.ones((3, 1, 64), bool), r"bool \(3, 1, 64\) .* x \(16, 64\)"),  # rq would have another rank
+        (np.ones(32, bool), r"bool \(32,\)"),
+    ],
+)
+def test_masks_that_choose_no_channels_are_refused(mask, message):
+    for given in (mask, lambda residual: mask):
+        with pytest.raises(ValueError, match=message.replace(" .* ", "(.|\n)*")):
+            compensate(X, NVFP4, given)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("policy", ["static", "block"])
 def test_packed_form_equals_compensate(policy, ratio):
@@ -157,6 +179,11 @@ def test_packed_form_errors():
         call(ResidualSpec(0.5, "block"), NVFP4)
     with pytest.raises(ValueError, match=r"K=64 is 32 channels, but channels has shape \(16,\)"):
         call(ResidualSpec(0.5, "block"), NVFP4, channels=jnp.arange(16))
+    # blocks of 32: Rq's would hold channels of two blocks of the weight, or half a block
+    for spec, channels in ((ResidualSpec(0.5, "block"), jnp.r_[0:16, 48:64]), (ResidualSpec(0.25, "static"), None)):
+        with pytest.raises(ValueError, match="parts of mxfp4_even's blocks of 32"):
+            call(spec, MXFP4_EVEN, channels=channels)
+    assert [t.shape for t in call(ResidualSpec(0.5, "static"), MXFP4_EVEN)] == [(16, 64), (16, 32)]
     with pytest.raises(ValueError, match="ratio 2"):
         call(ResidualSpec(2, "block"), NVFP4)
 

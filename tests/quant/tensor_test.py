@@ -22,6 +22,7 @@ from quads_jax.quant.formats import (
     NVFP4,
     NVFP4_16X16,
 )
+from quads_jax.quant.ste import fake_quant
 from quads_jax.quant.tensor import BlockTensor, dequantize, quantize, quantize_values, values
 from tests import golden
 
@@ -99,6 +100,19 @@ def test_dequantize_rounds_to_the_asked_type():
     have = static(dequantize)(t, dtype=jnp.bfloat16)
     assert have.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(have), np.asarray(decode(t)).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, static], ids=["eager", "jit"])
+def test_dequantize_to_float16_is_numpys_cast(mode):
+    """Also in float16's subnormal numbers, below 6.1e-5, where weights of small blocks lie; and beyond 65504."""
+    x = data("normal", (64, 64)) * np.exp2(np.arange(-34, 30)[:, None]).astype(np.float32)
+    x[0, 0] = np.nan
+    t = jit_quantize(x, NVFP4, unit="token")
+    have, full = (np.asarray(mode(dequantize)(t, dtype=dtype)) for dtype in (jnp.float16, jnp.float32))
+    with np.errstate(over="ignore"):
+        want = full.astype(np.float16)
+    np.testing.assert_array_equal(have, want)
+    assert np.isinf(want).any() and ((want != 0) & (np.abs(want) < 6e-5)).sum() > 300
 
 
 def test_scan_vmap_and_tree_map():
@@ -240,6 +254,25 @@ def test_checkpoint_with_global_scale_one_keeps_small_scales():
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "float64", "complex64", "float8_e4m3fn"])
+def test_inputs_that_are_no_f32_bf16_or_f16_are_refused(dtype):
+    # integers lose digits, float64 is rounded twice, complex numbers lose a half: none without being asked for
+    x = np.ones((2, 32), getattr(ml_dtypes, dtype, dtype))
+    for f in (functools.partial(quantize, unit="token"), fake_quant):
+        with pytest.raises(ValueError, match=f"cannot quantize {dtype}: .*float32, bfloat16, float16"):
+            f(x, fmt=NVFP4)
+    with pytest.raises(ValueError, match=f"cannot dequantize to {dtype}: .*float32, bfloat16, float16"):
+        dequantize(jit_quantize(np.ones((2, 32), np.float32), NVFP4, unit="token"), np.dtype(x.dtype))
+
+
+def test_misused_keys_are_refused():
+    x = np.ones((4, 32), np.float32)
+    with pytest.raises(TypeError, match="PRNG key"):
+        quantize(x, NVFP4, unit="token", key=0)
+    with pytest.raises(ValueError, match=r"single key.*shape \(4,\)"):
+        quantize(x, NVFP4, unit="token", key=jax.random.split(jax.random.key(0), 4))
+
+
 def test_errors_name_the_values():
     x = jnp.ones((4, 40))
     with pytest.raises(ValueError, match=r"K=40 .* block of 16: pad K to 48"):
@@ -271,6 +304,7 @@ def test_check_finds_wrong_fields():
         BlockTensor(t.codes, t.block_scale, jnp.ones((3, 1, 1)), NVFP4),
         BlockTensor(t.codes, t.block_scale, jnp.ones((2, 1, 32)), NVFP4),
         BlockTensor(t.codes, t.block_scale, t.global_scale, FP8),
+        BlockTensor(jnp.uint8(0), None, jnp.float32(1), FP8),
     ]
     for bad in wrong:
         with pytest.raises(ValueError, match="expected|pass None"):

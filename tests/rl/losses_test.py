@@ -12,11 +12,14 @@ from quads_jax.rl.losses import (
     LENGTH_NORMS,
     LOG_RATIO_LIMIT,
     LOSSES,
+    cispo,
+    effective_share,
     gap_metrics,
+    gspo,
     masked_mean,
     policy_loss,
-    ppo_clip,
     token_weights,
+    weighted_sum,
 )
 
 MASK = jnp.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)  # lengths 3, 1, 0
@@ -32,6 +35,19 @@ def _no_silent_broadcast():
 def _loss(name, logp, old, advantage, mask, mode="token"):
     weights = token_weights(mask, mode, 4)
     return policy_loss(functools.partial(LOSSES[name], **CLIP), logp, old, advantage, mask, weights)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "options"))
+def _formula(logp, old, advantage, mask, *, name, options):
+    """(loss, clipped, d sum(loss) / d logp) of a LOSSES member; options: the items of its keyword arguments."""
+    per_token = functools.partial(LOSSES[name], old_logp=old, advantage=advantage, mask=mask, **dict(options))
+    return *per_token(logp), jax.grad(lambda x: per_token(x)[0].sum())(logp)
+
+
+def _one_token(name, ratio, advantage, **options):
+    logp, one = np.log(np.float32([[ratio]])), np.ones((1, 1), bool)
+    options = tuple((CLIP | options).items())
+    return _formula(logp, np.zeros_like(logp), np.float32([advantage]), one, name=name, options=options)
 
 
 _gap = jax.jit(gap_metrics)
@@ -71,7 +87,14 @@ def test_unknown_length_norm_lists_the_valid_ones():
         token_weights(MASK, "mean", 5)
 
 
-# --- the clip ---------------------------------------------------------------------------------------------------------
+def test_weighted_sum_by_hand_and_hides_nan():
+    x = jnp.array([[jnp.nan, 1.0, 2.0, 6.0], [jnp.inf, 5.0, jnp.nan, 0.0], [jnp.nan] * 4])
+    weights = token_weights(MASK, "sequence", 4)
+    np.testing.assert_allclose(weighted_sum(x, MASK, weights), (3.0 + 5.0) / 2, rtol=2e-7)
+    np.testing.assert_array_equal(jax.grad(weighted_sum)(x, MASK, weights), weights)
+
+
+# --- the formulas -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,19 +110,64 @@ def test_unknown_length_norm_lists_the_valid_ones():
     ],
 )
 def test_ppo_clip_by_hand(ratio, advantage, loss, clipped):
-    logp = jnp.log(jnp.array([[ratio]]))
-    value, flag = ppo_clip(logp, jnp.zeros((1, 1)), jnp.array([advantage]), **CLIP)
+    value, flag, grad = _one_token("ppo_clip", ratio, advantage)
     np.testing.assert_allclose(value, [[loss]], rtol=2e-7)  # observed 4e-8
     assert bool(flag[0, 0]) is clipped
-    grad = jax.grad(lambda x: ppo_clip(x, jnp.zeros((1, 1)), jnp.array([advantage]), **CLIP)[0].sum())(logp)
     np.testing.assert_allclose(grad, [[0.0 if clipped else -ratio * advantage]], rtol=2e-7)  # d ratio / d logp = ratio
 
 
-def test_ppo_clip_survives_an_extreme_ratio():
-    logp, old = jnp.array([[0.0, -200.0]]), jnp.array([[-200.0, 0.0]])
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, clipped",
+    [
+        (2.9, -2.0, 5.8, False),  # below c = 3 the dual clip does nothing
+        (3.1, -2.0, 6.0, True),  # 3 * 2
+        (3.1, 2.0, -2.6, True),  # good tokens have the ordinary clip only
+        (0.5, -2.0, 1.6, True),  # and so have rare bad ones
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, loss, clipped):
+    value, flag, grad = _one_token("ppo_clip", ratio, advantage, dual_clip=3.0)
+    np.testing.assert_allclose(value, [[loss]], rtol=3e-7)  # observed 4e-8
+    assert bool(flag[0, 0]) is clipped
+    np.testing.assert_allclose(grad, [[0.0 if clipped else -ratio * advantage]], rtol=3e-7)
+
+
+def test_gspo_by_hand():
+    # Row 0: mean of .3, -.1, .1 is .1; row 1: .2, above the clip; row 2 keeps nothing.
+    log_ratio = jnp.where(MASK, jnp.array([[9.0, 0.3, -0.1, 0.1], [9.0, 0.2, 9.0, 9.0], [9.0] * 4]), 0.0)
+    advantage, zero = jnp.array([2.0, 3.0, 5.0]), jnp.zeros((3, 4))
+    loss, clipped = gspo(log_ratio, zero, advantage, MASK, clip_low=0.15, clip_high=0.15)
+    expected = -np.array([2.0 * math.exp(0.1), 3.0 * 1.15, 5.0])[:, None] * np.ones(4)
+    np.testing.assert_allclose(loss, expected, rtol=3e-7)  # observed 6e-8
+    np.testing.assert_array_equal(clipped, [[False] * 4, [True] * 4, [False] * 4])
+
+
+def test_cispo_by_hand():
+    # Weights 1.3 (clipped), 1.1, .8 (clipped) times 2; they are constants, and clipped tokens keep a gradient.
+    logp = jnp.array([[-0.5, -1.0, -2.0]])
+    old, one = logp - jnp.log(jnp.array([[4.0, 1.1, 0.1]])), jnp.ones((1, 3), bool)
+    loss, clipped, grad = _formula(logp, old, jnp.array([2.0]), one, name="cispo", options=tuple(CLIP.items()))
+    np.testing.assert_allclose(loss, [[2.6 * 0.5, 2.2 * 1.0, 1.6 * 2.0]], rtol=3e-7)  # observed 4e-8
+    np.testing.assert_array_equal(clipped, [[True, False, True]])
+    np.testing.assert_allclose(grad, [[-2.6, -2.2, -1.6]], rtol=3e-7)
+    upper = cispo(logp, old, jnp.array([2.0]), one, clip_low=1.0, clip_high=0.3)[1]  # clip_low=1: only from above
+    np.testing.assert_array_equal(upper, [[True, False, False]])
+
+
+@pytest.mark.parametrize("options", [{}, {"dual_clip": 3.0}])
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_ratios_stay_finite(name, options):
+    options = CLIP | (options if name == "ppo_clip" else {})
+    logp, old = jnp.array([[0.0, -1e4, 0.0, -1e4]] * 2), jnp.array([[-1e4, 0.0, 0.0, -1e4]] * 2)
+    old = old.at[1].set(jnp.array([-1e4, -1e4, 0.0, -1e4]))  # row 1 is extreme on average too
     for sign in (1.0, -1.0):
-        loss, grad = jax.value_and_grad(lambda x, a=sign: ppo_clip(x, old, jnp.array([a]), **CLIP)[0].sum())(logp)
-        assert jnp.isfinite(loss) and jnp.all(jnp.isfinite(grad))
+        loss, _, grad = _formula(
+            logp, old, jnp.full(2, sign), jnp.ones((2, 4), bool), name=name, options=tuple(options.items())
+        )
+        assert jnp.all(jnp.isfinite(loss)) and jnp.all(jnp.isfinite(grad))
+
+
+def test_squares_of_the_largest_ratio_can_be_summed():
     assert math.exp(LOG_RATIO_LIMIT) ** 2 * 2**20 < np.finfo(np.float32).max
 
 
@@ -115,7 +183,7 @@ def _case(seed=0, rows=3, time=4):
 @pytest.mark.parametrize("mode", LENGTH_NORMS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_behind_the_mask_changes_neither_value_nor_gradient(name, mode):
-    logp, old, advantage = _case()
+    logp, old, advantage = _case(2)  # clips some tokens of every loss, but not all
     clean = _loss_and_grad(name, logp, old, advantage, MASK, mode)
     hide = lambda x, bad: jnp.where(MASK, x, bad)  # noqa: E731
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
@@ -126,7 +194,7 @@ def test_nan_behind_the_mask_changes_neither_value_nor_gradient(name, mode):
 
 
 def test_clipped_tokens_are_counted_on_kept_tokens_only():
-    everything = lambda logp, old, advantage: (logp, jnp.ones_like(logp, dtype=bool))  # noqa: E731
+    everything = lambda logp, old, advantage, mask: (logp, jnp.ones_like(logp, dtype=bool))  # noqa: E731
     _, clipped = policy_loss(everything, *_case(), MASK, token_weights(MASK, "token", 4))
     np.testing.assert_array_equal(clipped, MASK)
 
@@ -166,20 +234,32 @@ def test_gradient_sign(name, sign):
 def test_at_ratio_one_the_loss_is_the_weighted_advantage(name, mode):
     logp, _, advantage = _case()
     (loss, clipped), _ = _loss_and_grad(name, logp, logp, advantage, MASK, mode)
-    expected = -np.sum(np.float64(token_weights(MASK, mode, 4)) * np.float64(advantage)[:, None])
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # observed 5e-8
+    per_token = np.float64(advantage)[:, None] * (np.float64(logp) if name == "cispo" else 1.0)  # A log pi
+    expected = -np.sum(np.float64(token_weights(MASK, mode, 4)) * per_token)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # observed 8e-8
     assert not jnp.any(clipped)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_old_logp_and_advantage_are_constants(name, monkeypatch):
-    """At logp == old both functions of the same parameter: the gradient is -w A, and 0 once the stop is removed."""
+    """At logp == old, both functions of the same parameter, the gradient is -w A.
+
+    Once the stop is removed it is 0, as the ratio is 1; CISPO does not differentiate a ratio.
+    """
     logp, _, advantage = _case()
     gradient = lambda: jax.grad(lambda x: _loss(name, x, x, advantage, MASK)[0])(logp)  # noqa: E731
     expected = np.where(MASK, -np.float64(advantage)[:, None] / 4, 0.0)
     np.testing.assert_allclose(gradient(), expected, rtol=1e-6)  # observed 0
     monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
-    np.testing.assert_array_equal(gradient(), 0.0)
+    np.testing.assert_array_equal(gradient(), expected if name == "cispo" else 0.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_reach_logp_only(name):
+    weights = token_weights(MASK, "token", 4)
+    loss = lambda *args: policy_loss(functools.partial(LOSSES[name], **CLIP), *args[:3], MASK, args[3])[0]  # noqa: E731
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*_case(2), weights)
+    assert [bool(jnp.any(grad != 0.0)) for grad in gradients] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("mode", LENGTH_NORMS)
@@ -208,6 +288,7 @@ def test_gap_metrics_by_hand():
         "gap/mean": 0.5,
         "gap/max": 1.0,
         "gap/p99": 1.0,
+        "gap/p99.9": 1.0,
         "gap/over_ln2": 0.5,
         "gap/tokens": 4.0,
         "kl/k1": 0.0,
@@ -239,6 +320,13 @@ def test_p99_is_the_nearest_rank(kept, rank):
     gaps = jnp.where(jnp.arange(300) < kept, jnp.arange(300) + 1.0, 1e6)
     gaps = jax.random.permutation(jax.random.key(0), gaps).reshape(10, 30)
     assert _gap(jnp.zeros((10, 30)), -gaps, gaps < 1e6)["gap/p99"] == rank
+
+
+@pytest.mark.parametrize("kept, rank", [(999, 999), (1000, 999), (1001, 1000), (2000, 1998), (2500, 2498)])
+def test_p999_is_the_nearest_rank(kept, rank):
+    gaps = jnp.where(jnp.arange(3000) < kept, jnp.arange(3000) + 1.0, 1e6)
+    gaps = jax.random.permutation(jax.random.key(0), gaps).reshape(10, 300)
+    assert _gap(jnp.zeros((10, 300)), -gaps, gaps < 1e6)["gap/p99.9"] == rank
 
 
 def test_kl_estimators_have_the_exact_expectation_and_sign():
@@ -276,3 +364,4 @@ def test_ess_known_values():
         np.testing.assert_allclose(ess(jnp.full((1, 8), log_ratio)), 1.0, rtol=1e-6)  # observed 1.2e-7
     half = jnp.where(jnp.arange(8)[None] < 4, 0.0, -1e3)  # half of the tokens weigh nothing
     np.testing.assert_allclose(ess(half), 0.5, rtol=1e-6)
+    assert effective_share(jnp.zeros((1, 8)), jnp.ones((1, 8), bool)) == 0.0  # all weights 0: defined

@@ -1,0 +1,257 @@
+"""Checkpoint folders of the Hugging Face hub: config.json and safetensors shards, in and out.
+
+A family is an entry of `presets.FAMILIES`; here is where every tensor lies in the decoder's tree. Stacked leaves are
+filled one tensor at a time: layers of a run along the first axis, then experts; q, k, v and gate, up along the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from quads_jax.models.config import ModelConfig
+from quads_jax.models.decoder import init_params
+from quads_jax.models.presets import FAMILIES, Family, read_config, write_config
+
+Place = tuple[tuple[str, ...], tuple[Any, ...]]  # (path of a leaf, index into it)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 4 * 2**30  # of the tensors of one file that `save` writes, unless one tensor is larger
+DTYPES = ("F32", "BF16", "F16")  # of files
+_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # old files hold it; it follows from rope_theta
+_LISTED = 20  # problems of one error
+
+
+def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, ModelConfig]:
+    """The decoder's parameters, numpy arrays of `dtype` (f32 or bf16), and its model config.
+
+    Beside the result, at most one tensor of the files is in memory; the files are mapped. Arrays stay on the host: a
+    jitted function, or `jax.device_put` with a sharding, takes them from there.
+
+    Raises ValueError, with every reason found: a folder that is no checkpoint, another architecture, features that the
+    decoder lacks, shards outside the folder, missing, damaged or of an unknown dtype, tensors that are missing, unknown
+    or of another shape than config.json says.
+    """
+    folder = Path(folder)
+    config = _read_json(folder / CONFIG)
+    try:
+        family, model, problems = read_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    with contextlib.ExitStack() as stack:
+        tensors, broken = _open(folder, stack)
+        problems += broken
+        needed = sum(model.experts if kind == "moe" else 1 for kind in model.kinds())
+        if not broken and needed > len(tensors):  # before making lists as long as a number in a file says
+            problems.append(f"{len(tensors)} tensors for {model.layers} layers with {model.experts} experts")
+        if broken or needed > len(tensors):
+            raise _refused(folder, problems)
+        where, shapes = places(model, FAMILIES[family]), parameter_shapes(model)
+        problems += _differences(tensors, where, shapes, model)
+        if problems:
+            raise _refused(folder, problems)
+        params = jax.tree.map(lambda leaf: np.empty(leaf.shape, jnp.dtype(dtype)), shapes)
+        for name, (path, index) in where.items():
+            _leaf(params, path)[index] = tensors[name].get_tensor(name)
+    return params, model
+
+
+def save(folder: str | os.PathLike, params: Any, model: ModelConfig, family: str) -> None:
+    """Writes f32 masters rounded to bf16, and config.json last, in the layout of `family` (a key of `FAMILIES`).
+
+    Raises ValueError when the family cannot hold the model, params are not those of the model, or the folder has
+    something in it.
+    """
+    folder = Path(folder)
+    config = write_config(family, model)
+    shapes = parameter_shapes(model)
+    wrong = sorted({name for name, _ in _named_shapes(params) ^ _named_shapes(shapes)})
+    if wrong:
+        raise ValueError(f"parameters do not fit the model: {', '.join(wrong[:_LISTED])}; f32 masters are saved")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: choose a new folder, old shards would be read with the new ones")
+    params = jax.tree.map(np.asarray, params)
+    where = places(model, FAMILIES[family])
+    sizes = {name: 2 * math.prod(_shape(shapes, place)) for name, place in where.items()}
+    shards = list(_shards(sizes))
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [SINGLE] if len(shards) == 1 else files
+    for file, names in zip(files, shards, strict=True):
+        rows = {name: _leaf(params, where[name][0])[where[name][1]] for name in names}
+        tensors = {name: a.astype(jnp.bfloat16, order="C") for name, a in rows.items()}
+        safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
+    _write_json(folder / CONFIG, config)
+
+
+def places(model: ModelConfig, family: Family) -> dict[str, Place]:
+    """Name of every tensor on disk -> where it lies in the parameters."""
+    found: dict[str, Place] = {
+        EMBEDDING: (("embedding",), ()),
+        "model.norm.weight": (("final_norm", "scale"), ()),
+    }
+    if not model.tied_head:
+        found[HEAD] = ("head", "kernel"), ()
+    layer = 0
+    for run, (kind, length) in enumerate(model.runs()):
+        for at in range(length):
+            for name, path, *index in [*_attention(model), *_feed_forward(model, family, kind)]:
+                found[f"model.layers.{layer}.{name}"] = (f"run_{run}", *path), (at, *index)
+            layer += 1
+    return found
+
+
+def _attention(c: ModelConfig) -> Iterator[tuple]:
+    """(name within a layer, path within a run, index within a layer...) of attention and both norms of a block."""
+    yield "input_layernorm.weight", ("attention_norm", "scale")
+    yield "post_attention_layernorm.weight", ("mlp_norm", "scale")
+    yield "self_attn.o_proj.weight", ("attention", "out")
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    for part, first, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
+        yield f"self_attn.{part}_proj.weight", ("attention", "qkv"), slice(first, end)
+        if c.qkv_bias:
+            yield f"self_attn.{part}_proj.bias", ("attention", "qkv_bias"), slice(first, end)
+    if c.qk_norm != "none":
+        yield "self_attn.q_norm.weight", ("attention", "q_norm", "scale")
+        yield "self_attn.k_norm.weight", ("attention", "k_norm", "scale")
+
+
+def _feed_forward(c: ModelConfig, family: Family, kind: str) -> Iterator[tuple]:
+    """The same of the MLP or MoE."""
+    if kind == "dense":
+        yield from _swiglu(family.block, family.parts, ("mlp",), c.d_mlp)
+        return
+    yield f"{family.block}.gate.weight", ("moe", "router")
+    for e in range(c.experts):
+        yield from _swiglu(f"{family.block}.experts.{e}", family.parts, ("moe", "experts"), c.d_expert, e)
+    if c.d_shared:
+        yield from _swiglu(f"{family.block}.shared_expert", family.parts, ("moe", "shared"), c.d_shared)
+    if c.shared_gate:
+        yield f"{family.block}.shared_expert_gate.weight", ("moe", "shared_gate")
+
+
+def _swiglu(prefix: str, parts: Sequence[str], path: Sequence[str], width: int, *index: int) -> Iterator[tuple]:
+    gate, up, down = parts
+    yield f"{prefix}.{gate}.weight", (*path, "gate_up"), *index, slice(0, width)
+    yield f"{prefix}.{up}.weight", (*path, "gate_up"), *index, slice(width, 2 * width)
+    yield f"{prefix}.{down}.weight", (*path, "down"), *index
+
+
+def parameter_shapes(model: ModelConfig) -> Any:
+    """The tree of `init_params` without its arrays."""
+    return jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
+
+
+def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _shape(shapes: Any, place: Place) -> tuple[int, ...]:
+    """Of the tensor at `place`, without an array in memory."""
+    path, index = place
+    return np.broadcast_to(0, _leaf(shapes, path).shape)[index].shape
+
+
+def _named_shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
+    return {(jax.tree_util.keystr(p), tuple(np.shape(a))) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], list[str]]:
+    """({name of a tensor: the open file that holds it}, what is wrong with the files)."""
+    tensors: dict[str, Any] = {}
+    problems, files = [], [SINGLE]
+    if not (folder / SINGLE).is_file():
+        if not (folder / INDEX).is_file():
+            return {}, [f"neither {SINGLE} nor {INDEX} is there: only safetensors are read"]
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            return {}, [f"{INDEX} has no weight_map of names to files"]
+        files = sorted(set(weight_map.values()))
+    for file in files:
+        # A link within the folder is fine: the hub's cache is made of them.
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            problems.append(f"shard {file!r} is not the plain name of a .safetensors file in this folder")
+        elif not (folder / file).is_file():
+            problems.append(f"{file} is missing")
+        else:
+            try:
+                opened = stack.enter_context(safetensors.safe_open(folder / file, framework="numpy"))
+            except (safetensors.SafetensorError, OSError) as error:
+                problems.append(f"{file} is damaged: {error}")
+                continue
+            problems += [f"{name} lies in two shards" for name in opened.keys() if name in tensors]
+            tensors |= dict.fromkeys(opened.keys(), opened)
+    return tensors, problems
+
+
+def _differences(tensors: Mapping[str, Any], where: Mapping[str, Place], shapes: Any, model: ModelConfig) -> list[str]:
+    """What the files hold otherwise than the model needs it, a line each."""
+    problems = [f"{name} is missing" for name in where if name not in tensors]
+    for name, file in tensors.items():
+        stored = file.get_slice(name)
+        place = where.get(EMBEDDING if name == HEAD and model.tied_head else name)
+        if place is None:
+            problems += [] if _BUFFER.search(name) else [f"{name} has no place in this model"]
+        elif stored.get_dtype() not in DTYPES:
+            problems.append(f"{name} is {stored.get_dtype()}, not one of {', '.join(DTYPES)}")
+        elif tuple(stored.get_shape()) != _shape(shapes, place):
+            problems.append(f"{name} is {tuple(stored.get_shape())}, not {_shape(shapes, place)}")
+    if model.tied_head and HEAD in tensors and not problems:
+        rows = [tensors[name].get_slice(name) for name in (HEAD, EMBEDDING)]
+        parts = (slice(at, min(at + 1024, model.vocab_size)) for at in range(0, model.vocab_size, 1024))
+        if not all(np.array_equal(rows[0][part], rows[1][part]) for part in parts):
+            problems.append(f"{HEAD} is not {EMBEDDING}, though tie_word_embeddings is true")
+    return problems
+
+
+def _refused(folder: Path, problems: list[str]) -> ValueError:
+    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    return ValueError(f"{folder} cannot be loaded:\n" + "\n".join(f"  {line}" for line in problems[:_LISTED] + more))
+
+
+def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in order, split so that each part has at most SHARD_BYTES or is one tensor."""
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > SHARD_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested too deeply
+        raise ValueError(f"{path} cannot be read: {error}; a checkpoint folder has {CONFIG} and safetensors") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return data
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
