@@ -294,7 +294,10 @@ def run_job(experiment: str, configs: Sequence[TrainConfig]) -> None:
             stack.enter_context(locked(workdir))
             if FLAGS.resume:
                 job = continued(job, workdir)
-            write_json(workdir / "config.json", job)
+            try:
+                write_json(workdir / "config.json", job)
+            except OSError as error:
+                raise ValueError(f"--workdir={workdir} cannot be written: {error.strerror}; make room") from error
         stop = stack.enter_context(stop_requests())
         describe(labels, configs, workdir)
         _train_all(labels, configs, workdir, stop)
@@ -335,7 +338,7 @@ def continued(job: dict[str, Any], workdir: Path) -> dict[str, Any]:
 def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: Path, stop: Callable[[], bool]) -> None:
     """The runs of a job, one after the other, and its report."""
     progress = Progress(sum(c.steps for c in configs), "", sys.stdout)
-    done, started = 0, time.perf_counter()
+    done, started, report = 0, time.perf_counter(), None
     try:
         for i, (label, config) in enumerate(zip(labels, configs, strict=True)):
             if stop():
@@ -358,10 +361,12 @@ def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: P
         progress.finish()
         took = duration(time.perf_counter() - started)
         try:
-            print(f"{took} in all; report: {write_report(workdir)}", flush=True)
+            report = write_report(workdir)
+            print(f"{took} in all; report: {report}", flush=True)
         except OSError as error:  # a full disk, which the error that is under way names too
             print(f"{took} in all; no report: {error}", flush=True)
-    print((workdir / "REPORT.md").read_text())
+    if report is not None:
+        print(report.read_text())
 
 
 def describe(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: Path) -> None:

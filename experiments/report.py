@@ -18,8 +18,13 @@ def run() -> None:
     if not Path(common.FLAGS.workdir).is_dir():
         raise app.UsageError(f"--workdir={common.FLAGS.workdir} is not a folder")
     workdir = Path(common.FLAGS.workdir)
-    with common.usage_errors():
-        print(write_comparison(workdir) if (workdir / "sweep.json").exists() else write_report(workdir))
+    try:
+        with common.usage_errors():
+            print(write_comparison(workdir) if (workdir / "sweep.json").exists() else write_report(workdir))
+    except OSError as error:
+        raise app.UsageError(
+            f"the report cannot be written: {error}; make room, or a copy that can be written"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def run(*beside: str) -> None:
     else:
         makes_starts = not FLAGS.smoke or SWEEPS[FLAGS.sweep].smoke.warm_start is not None
         common.refuse_unused(*READ, *beside, "smoke", *(["warm_starts"] if makes_starts else []))
-    if FLAGS.workdir is None:
+    if not FLAGS.workdir:
         raise app.UsageError("give --workdir=FOLDER: the sweep continues there when it is started again")
     if FLAGS.budget_seconds is not None and math.isnan(FLAGS.budget_seconds):
         raise app.UsageError("--budget_seconds=nan must be a number of seconds")
@@ -65,11 +65,16 @@ def run(*beside: str) -> None:
             for point in points:
                 print(record.command_text(point, workdir))
             return
-        with locked(workdir):
-            states = execute(sweep, points, workdir, slurm)
-            print(counts(states), flush=True)
-            record.add_device(points, workdir)
-            print(write_comparison(workdir))
+        try:
+            with locked(workdir):
+                states = execute(sweep, points, workdir, slurm)
+                print(counts(states), flush=True)
+                record.add_device(points, workdir)
+                print(write_comparison(workdir))
+        except OSError as error:  # of this process: points that run go on
+            raise ValueError(
+                f"--workdir={workdir}: {error}. Make room, or let it be written; the same command continues the sweep"
+            ) from error
     code = control.outcome(states)
     if code:
         print("the sweep is unfinished: the same command continues it; failed points wait for --retry_failed")
@@ -109,7 +114,7 @@ def chosen() -> Sweep:
     }
     if FLAGS["random_seed"].present and not given["random"]:
         raise ValueError("--random_seed has no effect without --random")
-    baseline = dict(parse_pair(text) for text in FLAGS.baseline)
+    baseline = _pairs("baseline", FLAGS.baseline)
     if FLAGS.sweep is None:
         train = common.configured(TrainConfig())
         sweep = Sweep(train=train, grid=grid, baseline=baseline, seeds=tuple(common.seeds(train.seed)), **given)
@@ -131,14 +136,21 @@ def chosen() -> Sweep:
     return sweep
 
 
+def _pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """{path: rest} of a repeated flag's texts. Raises ValueError where a path is repeated."""
+    found: dict[str, str] = {}
+    for text in texts:
+        path, rest = parse_pair(text)
+        if path in found:
+            raise ValueError(f"{path} is given by --{flag} twice: name it once")
+        found[path] = rest
+    return found
+
+
 def _random() -> dict[str, str]:
-    axes: dict[str, str] = {}
-    for text in FLAGS.random:
-        path, how = parse_pair(text)
-        if path in axes:
-            raise ValueError(f"{path} is given by --random twice: name it once")
+    axes = _pairs("random", FLAGS.random)
+    for path, how in axes.items():
         parse_random(path, how)
-        axes[path] = how
     return axes
 
 

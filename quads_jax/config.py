@@ -384,7 +384,10 @@ def read_config(cls: type, path: str | os.PathLike) -> Any:
         size = Path(path).stat().st_size
         if size > MAX_CONFIG_BYTES:
             raise ValueError(f"{size} bytes are no config: it has at most {MAX_CONFIG_BYTES}")
-        return from_json(cls, config_tree.parse_json(Path(path).read_bytes()))
+        data = config_tree.parse_json(Path(path).read_bytes())
+        if isinstance(data, dict) and isinstance(data.get("runs"), list):
+            raise ValueError("it is a job's: give the config.json of one of its runs, in FOLDER/LABEL/seed<k>")
+        return from_json(cls, data)
     except OSError as error:
         raise ValueError(f"config file {config_tree.show(str(path))}: {error.strerror}") from error
     except ValueError as error:

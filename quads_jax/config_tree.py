@@ -196,7 +196,8 @@ def _coerce_config(annotation: type, value: Any, path: str, registry: Registry) 
     prefix, where = f"{path}." if path else "", path or annotation.__name__
     if not isinstance(value, Mapping):
         keys = ", ".join(prefix + field.name for field in _settable(annotation))
-        raise ValueError(f"{where}: cannot set the whole {annotation.__name__} to {show(value)}: set one of {keys}")
+        those = f"one of {keys}" if keys else "the fields that it has"
+        raise ValueError(f"{where}: cannot set the whole {annotation.__name__} to {show(value)}: set {those}")
     cls, data = annotation, dict(value)
     if annotation in registry:
         name = data.pop("name", None)

@@ -94,11 +94,14 @@ def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
             yield f"loss{at}: {loss}"
         bad = list(_bad_leaves(f"gradient{at}", grads, model))
         yield from bad
-        params, opt_state, norm = applied(params, opt_state, grads)
+        params, opt_state, norm, change = applied(params, opt_state, grads)
         if not bad and not np.isfinite(norm):
             name, largest = max(_largest(grads), key=lambda pair: pair[1])
             yield f"norm of the gradient{at}: overflows float32, largest {largest:.3g} in {name}"
-        yield from _bad_leaves(f"new parameter{at}", params, model)
+        broken = list(_bad_leaves(f"new parameter{at}", params, model))
+        yield from broken
+        if not (bad or broken or np.isfinite(change)):
+            yield f"norm of the change{at}: overflows float32"
         if bad or not np.isfinite([loss, norm]).all():
             return
 
@@ -113,14 +116,14 @@ def _trainer_programs(
     shape: tuple[int, int],
 ) -> tuple[Callable, Callable, Callable]:
     """The parts of `rl.update.update`: log-probs and entropy of a batch of prompts [shape]; loss and gradient of a
-    minibatch; (parameters, optimizer state, norm of the gradient) after it.
+    minibatch; (parameters, optimizer state, norms of the gradient and of the change) after it.
     """
     score = scorer_of(model, precision, sampling, shape[1])
     optimizer, chunk = make_optimizer(optim), shape[0] // (cfg.minibatches * cfg.microbatches)
 
     def applied(params, opt_state, grads):
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads)
+        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads), optax.tree.norm(updates)
 
     scored = functools.partial(score_batch, score=score, chunk=chunk)
     return jax.jit(scored), jax.jit(functools.partial(gradient, score=score, cfg=cfg)), jax.jit(applied)

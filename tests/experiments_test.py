@@ -1,6 +1,7 @@
 """The command line as a user meets it: every case is a process."""
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -10,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from absl import app
+from absl.testing import flagsaver
 
-from experiments import common
+from experiments import common, report, sweep, train
 from quads_jax.config import TrainConfig, from_json
 from quads_jax.config_tree import to_json
 from quads_jax.metrics import read_metrics
@@ -69,7 +72,7 @@ REFUSED = {
         ("--experiment=warm_start", "--dry_run", "--config=LICENSE"), "config file 'LICENSE': Expecting value: line 2"
     ),
     "config of a job": (
-        ("--experiment=train", "--config=experiments/results/main/config.json"), "TrainConfig: unknown keys ['experim"
+        ("--experiment=train", "--config=experiments/results/main/config.json"), "it is a job's: give the config.json"
     ),
     "task without file": (("--experiment=train", "--dry_run", "--task=jsonl"), "--set=task.file=FILE"),
     "bad evaluation": (("--experiment=evaluate", "--dry_run", "--set=recipes=QUADS:x"), "must be NAME[:RATIO"),
@@ -92,7 +95,7 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
 
 def test_list_names_every_experiment_with_its_question():
     lines = run("--list").stdout.splitlines()
-    names = "main train warm_start evaluate inspect quantizer_speed batch_shape sweep report replay"
+    names = "main train warm_start evaluate inspect quantizer_speed batch_shape sweep paper report replay"
     assert [line.split()[0] for line in lines] == names.split()
     assert all(len(line.split()) > 5 for line in lines)
 
@@ -104,6 +107,25 @@ def test_help_lists_every_flag():
     listed += ["slurm", "warm_starts", "smoke"]
     missing = [name for name in listed if f"--{name}:" not in text.replace("[no]", "")]
     assert not missing, text
+
+
+@pytest.mark.parametrize(
+    "experiment, place, flags",
+    [
+        (train, (common, "write_json"), ()),
+        (sweep, (sweep.record, "write_record"), ("--grid=steps=1,2",)),
+        (sweep, (sweep, "write_comparison"), ("--grid=steps=1,2", "--budget_seconds=0")),
+        (report, (report, "write_report"), ()),
+    ],
+)
+def test_a_full_disk_is_a_message(experiment, place, flags, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*place, full)
+    with flagsaver.flagsaver(), pytest.raises(app.UsageError, match="No space left on device.*; "):
+        common.FLAGS(["test", f"--workdir={tmp_path}", *flags])
+        experiment.run()
 
 
 @pytest.mark.parametrize("start", [("--experiment=sweep",), ("experiments.sweep",)])

@@ -10,6 +10,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from quads_jax import guards, step
@@ -180,6 +181,18 @@ def test_a_bad_gradient_is_named(searched):
     found = searched(lambda logp, params: logp + jnp.sqrt(0 * jnp.sum(params["final_norm"]["scale"])))
     assert found[0] == "gradient of minibatch 0 final_norm/scale: 32 of 32 values"
     assert not any(line.startswith("gradient") for line in found[1:])
+
+
+def test_an_activation_that_an_earlier_minibatch_made_infinite_is_named(searched, monkeypatch):
+    def large(updates, params):  # finite, and beyond bf16 once it multiplies the normed input
+        return poisoned(jax.tree.map(jnp.zeros_like, params), "mlp_norm/scale", (1, 7), 3e38)
+
+    monkeypatch.setattr(guards, "make_optimizer", lambda cfg: optax.stateless(large))
+    found = searched(lambda logp, params: logp)
+    first = found.index("loss of minibatch 1: nan")
+    assert found[0] == "norm of the change of minibatch 0: overflows float32"
+    assert found[1].startswith("trainer's activation of minibatch 1 entering run_0/moe/experts/gate_up, layer 1: ")
+    assert all(line.startswith("trainer's activation of minibatch 1 entering") for line in found[1:first])
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

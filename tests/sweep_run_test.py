@@ -88,6 +88,16 @@ def test_runs_start_when_their_warm_start_is_there_and_a_failed_one_is_not_made_
     assert sorted(starts(tmp_path)) == ["r0", "r1", "r1", "start0", "start0", "start1"]
 
 
+def test_a_damaged_end_of_a_run_is_named(sweep, tmp_path):
+    path = tmp_path / "sweep/points/a/BF16/seed0/run.json"
+    path.parent.mkdir(parents=True)
+    for text in ("[]", "{", '"finished"'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"{path} is damaged"):
+            sweep([run_point("a")])
+    assert starts(tmp_path) == []
+
+
 def test_the_order_is_that_of_the_points(sweep, tmp_path):
     names = ["c", "a", "b"]
     sweep([run_point(name) for name in names], parallel=1)
@@ -247,6 +257,26 @@ def test_many_writers_at_once_leave_whole_lines(tmp_path):
     assert {name: history.starts for name, history in ledger.histories().items()} == {f"p{i}": 20 for i in range(8)}
 
 
+def test_killed_writers_lose_nothing(tmp_path):
+    """Every event whose write had returned is on record, whole, and at most the one that was being written."""
+    code = (
+        "import sys\nfrom experiments.sweeps.ledger import Ledger\n"
+        "while True:\n  Ledger(sys.argv[1]).append('p', 'started')\n  print('written', flush=True)\n"
+    )
+    ledger, before = Ledger(tmp_path / "ledger.jsonl"), 0
+    for _ in range(8):
+        command = [sys.executable, "-c", code, str(ledger.path)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        time.sleep(random.uniform(0.0, 0.03))
+        process.kill()
+        told = 1 + process.communicate()[0].count("\n")
+        ledger.repair()
+        after = ledger.histories()["p"].starts
+        assert told <= after - before <= told + 1
+        before = after
+
+
 # Places ---------------------------------------------------------------------------------------------------------------
 
 
@@ -362,6 +392,7 @@ def test_a_new_sweep_finds_the_jobs_of_a_killed_one_and_stops_them(sweep, slurm,
 @pytest.mark.parametrize(
     "text, message",
     [
+        ("", "--slurm: '' has an empty value"),
         ("partition", "'partition' must be name=value"),
         ("partition=a,partition=b", "each name once"),
         ("cluster=pbs", "cluster=pbs must be slurm or local"),

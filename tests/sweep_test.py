@@ -171,6 +171,8 @@ def test_samples_are_all_different():
         ("uniform(1)", "must hold two floats"),
         ("uniform(1,2,3)", "must hold two floats"),
         ("int(1,2.5)", "must hold two ints"),
+        ("uniform(-1e308,1e308)", "is wider than a float can hold"),
+        ("choice()", "'' has an empty value"),
         ("choice(a)", "must name two values or more"),
         ("choice(a,a)", "each once"),
         ("normal(0,1)", r"must be uniform\(a,b\), log"),
@@ -213,6 +215,7 @@ def test_flags_that_cannot_be_read(parse, text, message):
         ({"grid": {"recipe": ("BF16",), "recipe.ratio": ("0.5",)}}, "recipe.ratio is in the axes twice"),
         ({"grid": {"steps": ("1",)}, "random": {"steps": "int(2,3)"}, "samples": 1}, "steps is in the axes twice"),
         ({"grid": {"seed": ("1", "2")}}, "seed cannot be an axis: --seeds=N chooses seeds"),
+        ({"grid": {"task": ("chain_sum", "jsonl")}}, "task cannot be an axis: --task=NAME chooses"),
         ({"grid": {"init": ("a", "b")}, "warm_start": WarmStartConfig()}, "init cannot be an axis"),
         ({"random": {"steps": "int(1,3)"}}, "samples=None: a sweep with random axes needs a number of samples"),
         ({"random": {"steps": "int(1,3)"}, "samples": 0}, "samples=0"),
@@ -387,6 +390,7 @@ def test_flags_narrow_a_named_sweep(capsys):
     [
         (["--grid=steps=1", "--grid=steps=2"], "steps is given by --grid twice"),
         (["--random=steps=int(1,2)", "--random=steps=int(1,2)"], "steps is given by --random twice"),
+        (["--grid=steps=1,2", "--baseline=steps=1", "--baseline=steps=2"], "steps is given by --baseline twice"),
         (["--grid=steps=1,2", "--steps=3"], "--steps=3 has no effect: steps is an axis"),
         (["--grid=recipe=BF16", "--recipe=QUADS"], "--recipe=QUADS has no effect: recipe.name is an axis"),
         (["--grid=recipe=BF16", "--set=recipe.policy=token"], "recipe.policy=token has no effect"),
@@ -468,6 +472,17 @@ def test_a_folder_of_another_sweep_is_refused_naming_the_difference(changes, mes
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not empty \(config.json\) and holds no sweep"):
+        write(sweep(grid=OLD), tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"axes": 1}, {"points": [{}]}, {"base": None}, {"commit": 3}])
+def test_a_damaged_record_is_named(change, tmp_path):
+    before = write(sweep(grid=OLD), tmp_path, begun=[0])
+    write_json(tmp_path / record.RECORD, before | change)
+    with pytest.raises(ValueError, match=f"{tmp_path / record.RECORD} does not describe a sweep"):
+        write(sweep(grid=OLD), tmp_path)
+    write_json(tmp_path / record.RECORD, {"what": "else"})
+    with pytest.raises(ValueError, match=f"{tmp_path / record.RECORD} does not describe a sweep .*axes"):
         write(sweep(grid=OLD), tmp_path)
 
 

@@ -55,7 +55,7 @@ def finished(result: str | os.PathLike) -> bool:
         return json.loads(path.read_bytes()).get("status") == "finished"
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or remove {path.parent}") from error
 
 

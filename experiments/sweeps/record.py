@@ -97,12 +97,25 @@ def write_record(
     if not before and foreign:
         raise ValueError(f"--workdir={workdir} is not empty ({foreign[0]}) and holds no sweep: choose another folder")
     record = _record(sweep, points, command)
+    try:
+        changed = _changes(before, record) if before else []
+        if not changed:
+            _extend(record, before, histories)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not describe a sweep ({error!r}): restore it, or choose another --workdir"
+        ) from error
+    if changed:
+        raise ValueError(
+            f"--workdir={workdir} holds a sweep with other settings ({'; '.join(changed)}): give the same, or "
+            "choose another --workdir"
+        )
+    write_json(path, record)
+
+
+def _extend(record: dict[str, Any], before: Mapping[str, Any], histories: Mapping[str, History]) -> None:
+    """Adds to a new record what the one before it keeps, where there is one, and completes its seeds and values."""
     if before:
-        if changed := _changes(before, record):
-            raise ValueError(
-                f"--workdir={workdir} holds a sweep with other settings ({'; '.join(changed)}): give the same, or "
-                "choose another --workdir"
-            )
         entries = {entry["name"]: entry for entry in before["points"] if entry["name"] in histories}
         entries |= {entry["name"]: entry for entry in record["points"]}
         record["points"] = list(entries.values())
@@ -112,7 +125,6 @@ def write_record(
     record["seeds"] = sorted({entry["seed"] for entry in record["points"]})
     for axis in record["axes"]:
         record["axes"][axis] = list(dict.fromkeys(entry["setting"][axis] for entry in record["points"]))
-    write_json(path, record)
 
 
 def add_device(points: Iterable[Point], workdir: Path) -> None:

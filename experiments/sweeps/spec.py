@@ -196,7 +196,8 @@ def parse_random(path: str, text: str) -> Callable[[random.Random], str]:
     match = re.fullmatch(r"(\w+)\((.*)\)", text)
     if match is None or match[1] not in (*RANGES, "choice"):
         raise ValueError(f"random axis {path}: {text!r} must be uniform(a,b), log(a,b), int(a,b) or choice(a,b,...)")
-    kind, values = match[1], split_values(match[2])
+    with config_tree.located(f"random axis {path}"):
+        kind, values = match[1], split_values(match[2])
     if kind == "choice":
         if len(set(values)) < max(2, len(values)):
             raise ValueError(f"random axis {path}: {text!r} must name two values or more, each once")
@@ -208,6 +209,8 @@ def parse_random(path: str, text: str) -> Callable[[random.Random], str]:
         raise ValueError(f"random axis {path}: {text!r} must hold two {number.__name__}s, the lower first") from error
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"random axis {path}: {text!r} is empty: the lower end first, and both finite")
+    if high - low == math.inf:
+        raise ValueError(f"random axis {path}: {text!r} is wider than a float can hold: bring the ends closer")
     if kind == "log" and low <= 0:
         raise ValueError(f"random axis {path}: {text!r}: a logarithm needs a lower end above 0")
     return lambda draw: function(draw, low, high)
@@ -245,7 +248,7 @@ def settings(sweep: Sweep) -> list[Setting]:
     if not sweep.paths:
         raise ValueError("a sweep needs an axis: --grid, --zip or --random (for seeds alone: --experiment=train)")
     _once((p for path in sweep.paths for p in (RECIPE_PATHS if path == RECIPE else (path,))), "the axes")
-    reserved = {"seed": "--seeds=N chooses seeds"}
+    reserved = {"seed": "--seeds=N chooses seeds", "task": "--task=NAME chooses the task of all points"}
     if sweep.warm_start is not None:
         reserved["init"] = "every run starts from the warm start of its seed"
     for path in sweep.paths:

@@ -18,6 +18,7 @@ from experiments.sweeps import point
 from experiments.sweeps.ledger import History, Ledger
 from experiments.sweeps.point import Task
 from experiments.sweeps.spec import split_values
+from quads_jax import config_tree
 
 MEMORY = 0.92  # of a GPU's, shared equally by the points on it
 TIMEOUT_MIN = 1440
@@ -143,7 +144,9 @@ def parse_slurm(text: str) -> dict[str, Any]:
     """{"cluster": "slurm" or "local", and parameters as submitit names them} of "name=value,...". Raises ValueError."""
     parameters: dict[str, Any] = {"cluster": "slurm", "timeout_min": TIMEOUT_MIN}
     seen = set()
-    for pair in split_values(text):
+    with config_tree.located("--slurm"):
+        pairs = split_values(text)
+    for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value) or name in seen:
             raise ValueError(f"--slurm: {pair!r} must be name=value, each name once, e.g. partition=gpu")
