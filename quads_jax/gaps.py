@@ -15,6 +15,7 @@ import numpy as np
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision
 from quads_jax.programs import pack_program, rollout_program, scorer_of, traced_once
+from quads_jax.rl.losses import gap_metrics
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.step import Setup, held_out_prompts
 
@@ -63,24 +64,15 @@ def log_probs(s: Setup, params: Any, quant: Any, precision: Precision, sequences
 
 
 def gap_figures(one: np.ndarray, other: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Of |one - other| over masked tokens, in nats: mean, p99, p99.9 (nearest rank) and max; "tokens": how many.
+    """Of |one - other| over masked tokens, in nats: mean, p99, p99.9 and max; "tokens": how many (`gap_metrics`).
 
     Raises ValueError where the mask keeps none.
     """
-    gap = np.sort(np.abs(one - other)[mask])
-    if not gap.size:
+    if not mask.any():
         raise ValueError("no token is kept: the gap of nothing is not defined")
-
-    def ranked(share_above: int) -> float:  # 1 of share_above lies above
-        return float(gap[gap.size - gap.size // share_above - 1])
-
-    return {
-        "mean": float(gap.mean(dtype=np.float64)),
-        "p99": ranked(100),
-        "p99.9": ranked(1000),
-        "max": float(gap[-1]),
-        "tokens": int(gap.size),
-    }
+    measured = jax.device_get(gap_metrics(one, other, mask))
+    figures = {name: float(measured[f"gap/{name}"]) for name in ("mean", "p99", "p99.9", "max")}
+    return figures | {"tokens": int(measured["gap/tokens"])}
 
 
 def forced_gap(s: Setup, params: Any, quant: Any, sequences: Sequences) -> dict[str, float]:
