@@ -7,7 +7,6 @@ is slow happens here, once, at the end of a run.
 from __future__ import annotations
 
 import functools
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,8 +135,7 @@ def _places(names: tuple[str, ...], value: Any, model: ModelConfig) -> Iterator[
     if run is None:
         yield path, value
         return
-    first = list(itertools.accumulate((length for _, length in model.runs()), initial=0))
-    start = first[int(run.removeprefix("run_"))]
+    start = model.first_layer(run)
     yield from ((f"{path}, layer {start + i}", layer) for i, layer in enumerate(value))
 
 

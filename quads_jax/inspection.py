@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -77,8 +76,7 @@ def report(params: Any, quant: Any, model: ModelConfig, precision: Precision, to
 
     The head has a row only where it is quantized.
     """
-    first = list(itertools.accumulate((length for _, length in model.runs()), initial=0))
-    inputs = _inputs(params, quant, tokens, valid, model=model, precision=precision)
+    inputs = gemm_inputs(params, quant, tokens, valid, model=model, precision=precision)
     rows = []
     for path, (x, sizes) in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, tuple)):
         names = leaf_name(path)
@@ -89,7 +87,7 @@ def report(params: Any, quant: Any, model: ModelConfig, precision: Precision, to
                 continue
             start, site = model.layers, jax.tree.map(lambda a: a[None], site)
         else:
-            start = first[int(names[0].removeprefix("run_"))]
+            start = model.first_layer(names[0])
         for i in range(len(site[0])):
             figures = measure(
                 *jax.tree.map(lambda a, i=i: a[i], site),
@@ -105,7 +103,9 @@ def report(params: Any, quant: Any, model: ModelConfig, precision: Precision, to
 
 
 @functools.partial(jax.jit, static_argnames=("model", "precision"))
-def _inputs(params: Any, quant: Any, tokens: Array, valid: Array, *, model: ModelConfig, precision: Precision) -> Any:
+def gemm_inputs(
+    params: Any, quant: Any, tokens: Array, valid: Array, *, model: ModelConfig, precision: Precision
+) -> Any:
     """The tree of GEMM leaves with (x [L, M, K], zero in rows that are not valid; sizes i32[L, E] or None); the
     head's without L.
     """

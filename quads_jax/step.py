@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -260,12 +259,11 @@ def flips(s: Setup, before: Any, after: Any) -> dict[str, float]:
     """
     if not has_codes(before):
         return {}
-    starts = list(itertools.accumulate((length for _, length in s.model.runs()), initial=0))
     shares = {}
     for name, share in flipped_by_layer_program(s.model, s.recipe.rollout)(before, after).items():
         projection = "/".join(name[-2:])
         if name[0].startswith("run_"):
-            start = starts[int(name[0].removeprefix("run_"))]
+            start = s.model.first_layer(name[0])
             shares |= {f"{start + i}/{projection}": value for i, value in enumerate(share.tolist())}
         else:
             shares[projection] = float(share)

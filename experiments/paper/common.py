@@ -9,7 +9,6 @@ from typing import Any
 
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import SHIPPED_TASK, EvalConfig, RolloutConfig, TrainConfig
-from quads_jax.plots import COLOURS, LINE_STYLES
 from quads_jax.step import Setup, setup
 from quads_jax.tasks.base import Task
 
@@ -69,29 +68,3 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
     padded = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"| {line} |" for line in padded)
-
-
-def figure(lines: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """(figure, axes [lines, columns]) of panels of that many inches; drawn without pyplot."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(width * columns + 2.2, height * lines), layout="constrained")
-    axes = made.subplots(lines, columns, squeeze=False, **options)
-    for ax in axes.flat:
-        ax.grid(True, color="#dddddd", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    return made, axes
-
-
-def style(i: int) -> dict[str, str]:
-    """Colour and line style of the i-th line."""
-    return {"color": COLOURS[i % len(COLOURS)], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
-
-
-def legend(made: Any) -> None:
-    """One legend for all panels, outside them."""
-    handles = {}
-    for ax in made.axes:
-        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    made.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)

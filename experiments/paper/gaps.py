@@ -13,6 +13,7 @@ import numpy as np
 
 from experiments.paper import common
 from quads_jax.gaps import fixed_sequences, gap_figures, log_probs
+from quads_jax.plots import COLOURS, canvas, save
 from quads_jax.precision import Precision, recipe
 from quads_jax.programs import pack_program, rollout_program
 from quads_jax.step import Setup, calibrate, group_prompts
@@ -85,17 +86,16 @@ def _cell(row: dict[str, Any]) -> str:
 def draw(workdir: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """gaps.png: mean gap, a panel a file of weights and kind of tokens, a group of bars a rollout."""
     inits = list(dict.fromkeys(row["init"] for row in rows))
-    figure, axes = common.figure(len(inits), len(KINDS), width=7.5, height=3.6, sharey=True)
-    for line, init in zip(axes, inits, strict=True):
+    figure, axes = canvas(len(inits) * len(KINDS), width=7.5, height=3.6, columns=len(KINDS))
+    for line, init in zip(np.reshape(axes, (len(inits), len(KINDS))), inits, strict=True):
         for ax, kind in zip(line, KINDS, strict=True):
             chosen = {(r["rollout"], r["trainer"]): r for r in rows if (r["init"], r["kind"]) == (init, kind)}
             rollouts, trainers = (list(dict.fromkeys(names)) for names in zip(*chosen, strict=True))
             for i, trainer in enumerate(trainers):
                 values = [chosen[rollout, trainer]["mean"] for rollout in rollouts]
                 at = np.arange(len(rollouts)) + 0.2 * (i - 1.5)
-                ax.bar(at, np.maximum(values, 1e-5), 0.2, color=common.COLOURS[i], label=f"trainer: {trainer}")
+                ax.bar(at, np.maximum(values, 1e-5), 0.2, color=COLOURS[i], label=f"trainer: {trainer}")
             ax.set(yscale="log", ylabel="mean gap (nats)", title=f"{common.short(init)}, {kind}")
             ax.set_xticks(range(len(rollouts)), rollouts, rotation=25, ha="right")
-    common.legend(figure)
-    figure.savefig(workdir / "gaps.png", dpi=130)
+    save(figure, workdir / "gaps.png")
     return ["gaps.png"]

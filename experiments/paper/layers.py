@@ -4,7 +4,6 @@ quantization-aware training.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,10 @@ import numpy as np
 
 from experiments.paper import common
 from quads_jax.gaps import Sequences, fixed_sequences
+from quads_jax.inspection import gemm_inputs
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.decoder import Decoder
 from quads_jax.pack import leaf_name
+from quads_jax.plots import canvas, look, save
 from quads_jax.precision import Precision, recipe
 from quads_jax.step import calibrate
 
@@ -60,23 +60,13 @@ def _disturbed(params: Any, drift: float) -> Any:
     return params | {"embedding": table * (1 + drift * jax.random.normal(jax.random.key(0), table.shape))}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "precision"))
-def _recorded(
-    params: Any, quant: Any, tokens: jax.Array, valid: jax.Array, *, model: ModelConfig, precision: Precision
-):
-    variables = {"params": params, "quant": quant}
-    _, recorded = Decoder(model, precision).apply(variables, tokens, valid, active=valid, mutable=["inputs"])
-    return recorded["inputs"]
-
-
 def _inputs(params: Any, quant: Any, model: ModelConfig, precision: Precision, sequences: Sequences) -> Any:
     tokens, valid = jnp.asarray(sequences.tokens), jnp.asarray(sequences.valid)
-    return _recorded(params, quant, tokens, valid, model=model, precision=precision)
+    return gemm_inputs(params, quant, tokens, valid, model=model, precision=precision)
 
 
 def _errors(model: ModelConfig, one: Any, other: Any) -> dict[tuple[int, str], float]:
     """||a - b|| / ||b|| of every GEMM input whose rows are tokens in both (experts sort theirs by choice), by layer."""
-    first = list(itertools.accumulate((length for _, length in model.runs()), initial=0))
     errors = {}
     is_site = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
     both = zip(
@@ -88,7 +78,7 @@ def _errors(model: ModelConfig, one: Any, other: Any) -> dict[tuple[int, str], f
         names = leaf_name(path)
         if sizes is not None or names[0] == "head":
             continue
-        start = first[int(names[0].removeprefix("run_"))]
+        start = model.first_layer(names[0])
         for i, (x, y) in enumerate(zip(np.asarray(a, np.float32), np.asarray(b, np.float32), strict=True)):
             errors[start + i, "/".join(names[-2:])] = float(np.linalg.norm(x - y) / np.linalg.norm(y))
     return errors
@@ -117,18 +107,17 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def draw(workdir: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """layers.png: error by layer, a panel a file of weights and drift, a line a recipe."""
     cases = list(dict.fromkeys((row["init"], row["drift"]) for row in rows))
-    figure, axes = common.figure(1, len(cases), width=5, height=4, sharey=True)
-    for ax, case in zip(axes[0], cases, strict=True):
+    figure, axes = canvas(len(cases), width=5, height=4)
+    for ax, case in zip(axes, cases, strict=True):
         for i, label in enumerate(dict.fromkeys(row["recipe"] for row in rows)):
             points = sorted(
                 (row["layer"], 100 * row["relative_error"])
                 for row in rows
                 if (row["init"], row["drift"], row["recipe"], row["site"]) == (*case, label, "attention/qkv")
             )
-            ax.plot(*zip(*points, strict=True), **common.style(i), marker="o", markersize=3, label=label)
+            ax.plot(*zip(*points, strict=True), **look(i), marker="o", markersize=3, label=label)
         ax.set(
             xlabel="layer", ylabel="error of attention's input (%)", title=f"{common.short(case[0])}, drift {case[1]:g}"
         )
-    common.legend(figure)
-    figure.savefig(workdir / "layers.png", dpi=130)
+    save(figure, workdir / "layers.png")
     return ["layers.png"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.paper import common
 from quads_jax.gaps import fixed_sequences, gap_figures, log_probs
+from quads_jax.plots import canvas, look, save
 from quads_jax.precision import recipe
 from quads_jax.quant.residual import POLICIES
 from quads_jax.step import calibrate
@@ -55,18 +56,17 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def draw(workdir: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """policies.png: mean gap by ratio, a panel a file of weights, a line a policy; sqrt(1 - ratio) for orientation."""
     inits = list(dict.fromkeys(row["init"] for row in rows))
-    figure, axes = common.figure(1, len(inits), width=5.5, height=4.2)
-    for ax, init in zip(axes[0], inits, strict=True):
+    figure, axes = canvas(len(inits), width=5.5, height=4.2)
+    for ax, init in zip(axes, inits, strict=True):
         chosen = [row for row in rows if row["init"] == init]
         for i, policy in enumerate(dict.fromkeys(row["policy"] for row in chosen)):
             points = [(row["ratio"], row["mean"]) for row in chosen if row["policy"] == policy]
-            ax.plot(*zip(*points, strict=True), **common.style(i), marker="o", markersize=3, label=policy)
+            ax.plot(*zip(*points, strict=True), **look(i), marker="o", markersize=3, label=policy)
         plain = next(row["mean"] for row in chosen if (row["policy"], row["ratio"]) == PLAIN)
         line = [plain * (1 - ratio) ** 0.5 for ratio in RATIOS]
         ax.plot(RATIOS, line, color="#999999", linestyle=":", label="sqrt(1 - ratio): alike channels")
         ax.set(
             xlabel="share of compensated channels", ylabel="mean gap (nats)", title=common.short(init), ylim=(0, None)
         )
-    common.legend(figure)
-    figure.savefig(workdir / "policies.png", dpi=130)
+    save(figure, workdir / "policies.png")
     return ["policies.png"]

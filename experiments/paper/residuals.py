@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from quads_jax.gaps import fixed_sequences
 from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.pack import leaf_name
+from quads_jax.plots import COLOURS, canvas, save
 from quads_jax.precision import recipe
 from quads_jax.programs import statistics_program
 from quads_jax.quant.residual import ChannelStatistics
@@ -65,12 +65,11 @@ def _text(config: common.PaperConfig, folder: str) -> tuple[Any, ModelConfig, np
 
 def _sites(model: ModelConfig, statistics: Any) -> dict[tuple[int, str], ChannelStatistics]:
     """Statistics f32[E,K] by layer and GEMM input; E = 1 where experts share it."""
-    first = list(itertools.accumulate((length for _, length in model.runs()), initial=0))
     sites = {}
     is_site = lambda node: isinstance(node, ChannelStatistics)  # noqa: E731
     for path, stats in jax.tree_util.tree_leaves_with_path(statistics, is_leaf=is_site):
         names = leaf_name(path)
-        start = first[int(names[0].removeprefix("run_"))]
+        start = model.first_layer(names[0])
         for i in range(len(stats.residual)):
             one = jax.tree.map(lambda a, i=i: np.asarray(a[i], np.float64).reshape(-1, a.shape[-1]), stats)
             sites[start + i, "/".join(names[-2:])] = one
@@ -112,19 +111,18 @@ def draw(workdir: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     files = [_concentration(workdir, rows)]
     for i, init in enumerate(dict.fromkeys(row["init"] for row in rows)):
         sites = list(dict.fromkeys(row["site"] for row in rows if row["init"] == init))
-        figure, axes = common.figure(1, len(sites), width=4, height=3.4)
+        figure, axes = canvas(len(sites), width=4, height=3.4)
         largest = max(max(row["residual"]) for row in rows if row["init"] == init)
         colours = {"cmap": "cividis", "norm": LogNorm(0.5, max(2.0, largest))}
-        for ax, site in zip(axes[0], sites, strict=True):
+        for ax, site in zip(axes, sites, strict=True):
             chosen = [row for row in rows if (row["init"], row["site"]) == (init, site)]
             values = [sorted(row["residual"], reverse=True) for row in chosen]
             image = ax.imshow(values, aspect="auto", interpolation="nearest", **colours)
-            ax.grid(False)
             shown = range(0, len(chosen), 1 + len(chosen) // 12)
             ax.set(title=site, xlabel="channel, the largest first")
             ax.set_yticks(shown, [chosen[i]["layer"] for i in shown])
-        axes[0][0].set_ylabel("layer")
-        figure.colorbar(image, ax=axes[0].tolist(), label="mean |residual|, over the mean of channels")
+        axes[0].set_ylabel("layer")
+        figure.colorbar(image, ax=list(axes), label="mean |residual|, over the mean of channels")
         figure.suptitle(common.short(init))
         figure.savefig(workdir / f"residuals{i}.png", dpi=130)
         files.append(f"residuals{i}.png")
@@ -136,19 +134,18 @@ def _concentration(workdir: Path, rows: Sequence[dict[str, Any]]) -> str:
     over layers, of single channels and, thin, of whole blocks.
     """
     inits = list(dict.fromkeys(row["init"] for row in rows))
-    figure, axes = common.figure(1, len(inits), width=4.6, height=4, sharey=True)
+    figure, axes = canvas(len(inits), width=4.6, height=4)
     at = (0, *SHARES, 1)
-    for ax, init in zip(axes[0], inits, strict=True):
+    for ax, init in zip(axes, inits, strict=True):
         for i, site in enumerate(dict.fromkeys(row["site"] for row in rows if row["init"] == init)):
             chosen = [row for row in rows if (row["init"], row["site"]) == (init, site)]
-            colour = common.COLOURS[i % len(common.COLOURS)]
+            colour = COLOURS[i % len(COLOURS)]
             for key, width in (("held", 1.8), ("blocks", 0.8)):
                 mean = np.mean([row[key] for row in chosen], axis=0)
                 text = f"{site}{', blocks of 16' if key == 'blocks' else ''}"
                 ax.plot(at, (0, *mean, 1), color=colour, linewidth=width, label=text)
         ax.plot((0, 1), (0, 1), color="#999999", linestyle=":", label="all alike")
         ax.set(title=common.short(init), xlabel="share of channels, the largest first")
-    axes[0][0].set_ylabel("share of the squared residual")
-    common.legend(figure)
-    figure.savefig(workdir / "concentration.png", dpi=130)
+    axes[0].set_ylabel("share of the squared residual")
+    save(figure, workdir / "concentration.png")
     return "concentration.png"

@@ -49,6 +49,10 @@ class ModelConfig:
         """Runs of equal layers, which are scanned: (kind, length) in depth order."""
         return tuple((kind, len(list(group))) for kind, group in itertools.groupby(self.kinds()))
 
+    def first_layer(self, run: str) -> int:
+        """The layer at which a run begins, by its module's name, such as run_1."""
+        return sum(length for _, length in self.runs()[: int(run.removeprefix("run_"))])
+
 
 def check_model(cfg: ModelConfig) -> None:
     """Raises ValueError on sizes that no model has and on options without effect, naming the numbers."""

@@ -40,3 +40,8 @@ def test_valid(options):
 def test_invalid(options, message):
     with pytest.raises(ValueError, match=message):
         check_model(ModelConfig(**{"vocab_size": 16} | options))
+
+
+def test_first_layer_of_each_run_of_equal_layers():
+    config = ModelConfig(vocab_size=16, layers=6, dense_layers=(0, 3))  # dense, moe moe, dense, moe moe
+    assert [config.first_layer(f"run_{i}") for i in range(4)] == [0, 1, 3, 4]
