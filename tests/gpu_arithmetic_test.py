@@ -109,6 +109,7 @@ def distributions():
         "zero rows and blocks": np.float32(sparse),
         "1e36": normal * np.float32(1e36),
         "1e-24": normal * np.float32(1e-24),
+        "1e-33 with zeros: subnormal steps": np.float32(sparse) * np.float32(1e-33),
     }
 
 
@@ -124,7 +125,7 @@ def same_as_the_cpu(what, fn, device, reference):
 
 
 def quantizers(device, reference):
-    """Codes, block scales and global scales of packed tensors, every format, nine distributions."""
+    """Codes, block scales and global scales of packed tensors, every format and distribution."""
     rows = []
     for fmt in FORMATS.values():
         for unit in ("token", "expert") if fmt.has_global and fmt.rows == 1 else ("expert",):

@@ -71,7 +71,7 @@ POLICIES = dataclasses.replace(  # table 3, trained: beside block the two with t
     name="paper_policies",
     grid={
         "update.old_logp": ("behaviour",),
-        "recipe": ("BF16", "QAT", "QUADS:0.5", "QUADS:0.5:token", "QUADS:0.5:adaptive", "QUADS:1"),
+        "recipe": ("BF16", "QAT", "QUADS:0.5", "QUADS:0.5:token", "QUADS:0.5:adaptive", "QUADS:0.75", "QUADS:1"),
     },
     seeds=SEEDS[:3],
 )
