@@ -1,0 +1,115 @@
+"""The kernel's memory order of an NVFP4 weight and of activations, and the way back. Pure jnp, exact, jittable.
+
+A tile is 64 rows (N) x 64 columns (K), held by the 128 threads of a warpgroup as the A operand of four wgmma of K = 16.
+Thread 32 warp + 4 r + q owns rows R0 = 16 warp + r and R1 = R0 + 8, and of them the block of 16 channels k = 16 q ..
+16 q + 15, so that it needs one scale a row. Step j takes k = 16 q + 4 j + 2 h + b, which the tensor core believes to be
+16 j + 8 h + 2 q + b: activations are written in that order, and a sum over k does not care.
+
+A word holds the eight codes of a step, four a half, half b those with that b. Row R_i and h give the pair's place: sign
+and magnitude (exponent and mantissa, three bits) lie where one shift brings them to bits 15 and 8:6, the sign, the last
+two exponent bits and the first mantissa bit of a bf16, which is then code * 2**-126, subnormal codes included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import storage
+
+ROWS = 128  # N is padded to whole pairs of tiles
+TILE = 64
+BLOCK = 16
+PLACES = ((12, 6), (9, 3), (11, 0), (10, 9))  # pair 2 h + i of row R_i -> left shifts of its sign (bit 3) and magnitude
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """An NVFP4 matrix, or one an expert, in the kernel's order, without its global scale: .5625 bytes a weight.
+
+    words u32[E, N'/64, K'/32, 256]: a tile is two rows of 256, thread t's four words at 4 t of them. scales
+    u16[E, N'/64, K'/64, 128]: thread t's E4M3 bytes, of R0 in the low byte and of R1 in the high one. N' and K' are n
+    and k padded to multiples of 128 and 64, with codes and scales 0.
+    """
+
+    words: Array
+    scales: Array
+    n: int = dataclasses.field(metadata={"static": True})
+    k: int = dataclasses.field(metadata={"static": True})
+
+
+def pack(codes: Array, block_scales: Array) -> Packed:
+    """codes u8[N, K/2], E4M3 block scales u8[N, K/16], or both with a leading E -> Packed (E = 1 without).
+
+    Scales are finite and not negative, as quantizers store them. Raises ValueError for other shapes and dtypes.
+    """
+    if codes.ndim not in (2, 3) or codes.dtype != jnp.uint8 or block_scales.dtype != jnp.uint8:
+        raise ValueError(
+            f"codes are {codes.dtype} {codes.shape}, scales {block_scales.dtype} {block_scales.shape}: pass uint8 "
+            "[N, K/2] and [N, K/16], or [E, N, ...]"
+        )
+    *_, n, half = codes.shape
+    check_k(2 * half)
+    if block_scales.shape != (*codes.shape[:-1], half // 8):
+        raise ValueError(
+            f"block scales have shape {block_scales.shape}, but codes of {codes.shape} take "
+            f"{(*codes.shape[:-1], half // 8)}, one byte a block of 16"
+        )
+    codes, block_scales = (a.reshape(-1, n, a.shape[-1]) for a in (codes, block_scales))
+    codes, block_scales = _pad(codes, TILE // 2), _pad(block_scales, TILE // BLOCK)
+    experts, rows, tiles = codes.shape[0], codes.shape[1] // TILE, codes.shape[2] // (TILE // 2)
+    # expert, row tile, warp, i (R0 or R1), r, column tile, q, j, h -> expert, row tile, column tile, warp, r, q, j
+    pairs = codes.reshape(experts, rows, 4, 2, 8, tiles, 4, 4, 2).astype(jnp.uint32)
+    pairs = (pairs & 15) | ((pairs >> 4) << 16)
+    words = 0
+    for place, (sign, magnitude) in enumerate(PLACES):
+        pair = pairs[:, :, :, place % 2, :, :, :, :, place // 2]
+        words |= ((pair & 0x00080008) << sign) | ((pair & 0x00070007) << magnitude)
+    words = words.transpose(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows, 2 * tiles, 256)
+    scales = block_scales.reshape(experts, rows, 4, 2, 8, tiles, 4).transpose(0, 1, 5, 2, 4, 6, 3)
+    scales = lax.bitcast_convert_type(scales, jnp.uint16).reshape(experts, rows, tiles, 128)
+    return Packed(words, scales, n, 2 * half)
+
+
+def unpack(w: Packed) -> tuple[Array, Array]:
+    """The inverse of `pack`: (codes u8[E, N, K/2], block scales u8[E, N, K/16])."""
+    experts, rows, tiles, _ = w.scales.shape
+    words = w.words.reshape(experts, rows, tiles, 4, 8, 4, 4)
+    pairs = []
+    for sign, magnitude in PLACES:
+        pair = ((words >> sign) & 0x00080008) | ((words >> magnitude) & 0x00070007)
+        pairs.append(((pair & 15) | (pair >> 12)).astype(jnp.uint8))
+    codes = jnp.stack(pairs, axis=-1).reshape(*words.shape, 2, 2)  # ..., h, i
+    codes = codes.transpose(0, 1, 3, 8, 4, 2, 5, 6, 7).reshape(experts, rows * TILE, tiles * TILE // 2)
+    scales = lax.bitcast_convert_type(w.scales, jnp.uint8).reshape(experts, rows, tiles, 4, 8, 4, 2)
+    scales = scales.transpose(0, 1, 3, 6, 4, 2, 5).reshape(experts, rows * TILE, tiles * TILE // BLOCK)
+    return codes[:, : w.n, : w.k // 2], scales[:, : w.n, : w.k // BLOCK]
+
+
+def arrange(x: Array, rows: int) -> Array:
+    """[M, K] of any dtype -> [M', K']: the tensor core's order within every 64 channels, zeros in the padding.
+
+    rows: M' is M padded to a multiple of it; K' to a multiple of 64.
+    """
+    x = jnp.pad(x, ((0, -x.shape[0] % rows), (0, -x.shape[1] % TILE)))
+    return x.reshape(x.shape[0], -1, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(x.shape)
+
+
+def values(codes: Array, block_scales: Array) -> Array:
+    """NVFP4 activations u8[M, K/2] and their block scales u8[M, K/16] -> bf16[M, K] of code * scale, which is exact."""
+    elements = storage.e2m1_decode(storage.unpack_nibbles(codes))
+    return (elements * storage.expand_scales(storage.e4m3_decode(block_scales), BLOCK)).astype(jnp.bfloat16)
+
+
+def check_k(k: int) -> None:
+    """Raises ValueError unless K is a positive multiple of 16."""
+    if k < BLOCK or k % BLOCK:
+        raise ValueError(f"K={k} is not a multiple of the block of {BLOCK}: pad K to {max(-(-k // BLOCK), 1) * BLOCK}")
+
+
+def _pad(a: Array, columns: int) -> Array:
+    return jnp.pad(a, ((0, 0), (0, -a.shape[1] % ROWS), (0, -a.shape[2] % columns)))

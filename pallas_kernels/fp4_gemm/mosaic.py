@@ -1,0 +1,237 @@
+"""The FP4 GEMM on Hopper (sm_90a) as a Pallas Mosaic GPU kernel: weights are read packed and decoded in registers.
+
+The operands are swapped: a warpgroup decodes a 64 x 64 tile of the weight to bf16 as the A operand of wgmma, and
+activations, [tokens, K] in shared memory, are B. A block of threads is some warpgroups that multiply, each with 64 rows
+of N and all with the same tokens, and one that only copies: weights, scales and activations come by TMA through
+`stages` buffers. Residual activations are a second wgmma on the same decoded registers. K may be split over blocks,
+whose sums XLA adds in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat
+from pallas_kernels.compat import plgpu
+from pallas_kernels.fp4_gemm import decode, layout, reference, tiling
+from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
+from pallas_kernels.fp4_gemm.tiling import Config
+
+_MANY_TOKENS = 256  # whose sums take half of a thread's registers: the copying warpgroup then gives some of its own
+_REGISTERS, _PRODUCER_REGISTERS = 512, 40  # of as many threads as there are warpgroups, one each
+
+
+def matmul(
+    x: Array,
+    w: Packed,
+    *,
+    residual: Array | None = None,
+    token_scale: Array | None = None,
+    channel_scale: Array | None = None,
+    group: Array | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """`reference.matmul` on a Hopper GPU, up to the order of float32 sums. config: None takes `tiling.choose`'s.
+
+    interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests.
+    Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
+    """
+    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype)
+    rows, compensated = x.shape[0], residual is not None
+    block = None if group is None else rows // group.shape[0]
+    c = config or tiling.choose(block or rows, w, compensated, group is not None)
+    tiling.check(c, w, compensated, block)
+    operands = {"x": layout.arrange(x, c.tokens), "words": w.words, "scales": w.scales}
+    if compensated:
+        width = c.columns * TILE
+        residual = jnp.pad(residual, ((0, 0), (0, -residual.shape[1] % width)))
+        operands["r"] = layout.arrange(residual, c.tokens)
+    if group is not None:
+        operands["group"] = jnp.repeat(group, block // c.tokens)
+    if c.splits > 1:
+        y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret), axis=0)[:rows, : w.n]
+        return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
+    token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale[:, 0]
+    channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
+    channel = jnp.broadcast_to(channel, (channel.shape[0], w.n))
+    operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
+    operands["channel_scale"] = jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
+    return run(FourBit, c, operands, jnp.dtype(out_dtype), interpret)[0, :rows, : w.n]
+
+
+def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
+    """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
+    m_tiles, row_tiles = operands["x"].shape[0] // c.tokens, operands["words"].shape[1] // kind.rows_of_words
+    blocks = m_tiles * (row_tiles // c.warpgroups) * c.splits
+    names = list(operands)
+    scratch = kind.scratch(c, "r" in operands) | kind.barriers(c, "r" in operands)
+    if interpret:
+        scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
+
+    def body(*refs, **smem):
+        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem)
+        wg = lax.axis_index("wg")
+        pl.when(wg == c.warpgroups)(tile.produce)
+        pl.when(wg < c.warpgroups)(tile.consume)
+
+    out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, row_tiles * TILE), out_dtype)
+    kernel = compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)
+    return kernel(*operands.values())
+
+
+def swizzled(columns: int) -> tuple[Any, Any]:
+    """How rows of 128 bytes, `columns` elements, must lie in shared memory for wgmma."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+
+
+class FourBit:
+    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others."""
+
+    name = "fp4_gemm"
+    rows_of_words = 1  # of the words' second axis in a tile of 64 rows
+    exponent = decode.EXPONENT
+
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any]):
+        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+        self.interpret = "a_smem" in smem
+        m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // (TILE * c.warpgroups)
+        index = lax.axis_index("block")
+        self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
+        rest = lax.div(index, m_tiles)
+        self.n = lax.rem(rest, row_groups)
+        self.split = lax.div(rest, row_groups)
+        self.tokens = pl.ds(self.m * c.tokens, c.tokens)
+        self.width = smem["x_smem"].shape[-1]
+        steps = gmem["x"].shape[1] // self.width
+        self.count = steps // c.splits
+        self.first = self.split * self.count
+        self.matrix = 0
+        if "group" in gmem:
+            group = gmem["group"][self.m]
+            self.matrix = jnp.maximum(group, 0)
+            self.count = jnp.where(group < 0, 0, self.count)
+        self.compensated = None  # steps of this part with residual channels, which lead; None: no residual
+        if "r" in gmem:
+            total = gmem["r"].shape[1] // self.width
+            self.compensated = self.count if total == steps else jnp.clip(total - self.first, 0, self.count)
+
+    @staticmethod
+    def scratch(c: Config, compensated: bool) -> dict[str, Any]:
+        """Shared memory by name, but for the barriers."""
+        x = plgpu.SMEM((c.stages, c.tokens, c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
+        words = plgpu.SMEM((c.stages, c.warpgroups, 2 * c.columns, 256), jnp.uint32)
+        scales = plgpu.SMEM((c.stages, c.warpgroups, c.columns, 128), jnp.uint16)
+        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if compensated else {})
+
+    @staticmethod
+    def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
+        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use."""
+        arrivals = {"full": copies, "empty": c.warpgroups} | ({"r_full": 1} if compensated else {})
+        return {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
+
+    def copies(self, k: Any) -> dict[str, Any]:
+        """Name -> what step k copies of it, of x and the weights."""
+        c, rows = self.c, pl.ds(self.n * self.c.warpgroups, self.c.warpgroups)
+        return {
+            "words": self.gmem["words"].at[self.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
+            "scales": self.gmem["scales"].at[self.matrix, rows, pl.ds(k * c.columns, c.columns)],
+            "x": self.gmem["x"].at[self.tokens, pl.ds(k * self.width, self.width)],
+        }
+
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
+        """Starts the products of a stage; all but the last tile's are done on return."""
+        wg, smem = lax.axis_index("wg"), self.smem
+        for t in range(self.c.columns):
+            words, scales = smem["words_smem"].at[slot, wg, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, wg, t]
+            if self.interpret:
+                a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[wg])
+            else:
+                a = decode.in_registers(words, scales)
+            channels = pl.ds(TILE * t, TILE)
+            plgpu.wgmma(acc, a, smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
+            if compensated:
+                plgpu.wgmma(acc, a, smem["r_smem"].at[slot, :, channels].transpose((1, 0)))
+            plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
+
+    def produce(self) -> None:
+        """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
+        c, smem = self.c, self.smem
+        if c.tokens >= _MANY_TOKENS:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+
+        def step(i, compensated):
+            slot, k = lax.rem(i, c.stages), self.first + i
+            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            for name, source in self.copies(k).items():
+                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot])
+            if compensated:
+                residual = self.gmem["r"].at[self.tokens, pl.ds(k * self.width, self.width)]
+                plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot])
+
+        def drain(i, _):
+            plgpu.barrier_wait(smem["empty"].at[lax.rem(i, c.stages)])
+
+        self._loop(step)
+        lax.fori_loop(jnp.maximum(self.count - c.stages, 0), self.count, drain, None)
+
+    def consume(self) -> None:
+        """Multiplies a warpgroup's 64 rows by the tokens and stores the sums."""
+        c, smem = self.c, self.smem
+        if c.tokens >= _MANY_TOKENS:
+            free = (_REGISTERS - _PRODUCER_REGISTERS) // c.warpgroups // 8 * 8
+            plgpu.set_max_registers(min(free, 240), action="increase")
+
+        def scope(acc):
+            def step(i, compensated):
+                slot = lax.rem(i, c.stages)
+                plgpu.barrier_wait(smem["full"].at[slot])
+                if compensated:
+                    plgpu.barrier_wait(smem["r_full"].at[slot])
+                self.multiply(acc, slot, compensated)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(smem["empty"].at[slot])
+
+            self._loop(step)
+            return acc[...]
+
+        self._store(pl.run_scoped(scope, plgpu.ACC((TILE, c.tokens))))
+
+    def _loop(self, step: Callable[[Any, bool], None]) -> None:
+        """step(i, compensated) for every step of this part of K."""
+        first = 0
+        if self.compensated is not None:
+            lax.fori_loop(0, self.compensated, lambda i, _: step(i, True), None)
+            first = self.compensated
+        if first is not self.count:
+            lax.fori_loop(first, self.count, lambda i, _: step(i, False), None)
+
+    def _store(self, y: Array) -> None:
+        """f32[64, tokens] of bare sums to the output, scaled unless K is split."""
+        rows = pl.ds((self.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        y = y * 2.0**self.exponent
+        if "token_scale" in self.gmem:
+            y = y * (
+                self._spread("token_scale", self.tokens, 1) * self._spread("channel_scale", (self.matrix, rows), 0)
+            )
+        if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
+            y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
+        y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
+        if self.interpret:
+            out[...] = y.T
+        else:
+            decode.store_transposed(out, y)
+
+    def _spread(self, name: str, index: Any, axis: int) -> Array:
+        """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
+        ref = self.gmem[name].at[index]
+        scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
+        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))

@@ -1,0 +1,97 @@
+"""The definition of the FP4 GEMM in plain jnp: decode the whole weight, multiply, apply the scales."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from pallas_kernels import storage
+from pallas_kernels.fp4_gemm import layout
+
+OUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+def matmul(
+    x: Array,
+    w: layout.Packed,
+    *,
+    residual: Array | None = None,
+    token_scale: Array | None = None,
+    channel_scale: Array | None = None,
+    group: Array | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+) -> Array:
+    """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
+
+    x: bf16 activations, or code * block scale of NVFP4 ones (`layout.values`). residual: bf16[M, S] of the leading S
+    channels, S = K for any choice of channels, zeros elsewhere. token_scale f32[M, 1], channel_scale f32[E, N or 1]:
+    global scales, multiplied in float32 with the float32 sum, as (sum) * (token_scale * channel_scale); None is 1.
+    group: i32[B], B dividing M: the matrix of each block of M / B rows, below 0 for none: zeros. None: matrix 0.
+    out_dtype: float32 or bfloat16. Raises ValueError for anything else.
+    """
+    check(x, w, residual, token_scale, channel_scale, group, out_dtype)
+    ids = row_groups(group, x.shape[0])
+    both = x.astype(jnp.float32)
+    y = _dot(both, w, ids)
+    if residual is not None:
+        y = y + _dot(jnp.pad(residual, ((0, 0), (0, w.k - residual.shape[1]))).astype(jnp.float32), w, ids)
+    return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+
+
+def epilogue(
+    y: Array, token_scale: Array | None, channel_scale: Array | None, ids: Array, out_dtype: DTypeLike
+) -> Array:
+    """f32[M, N] sums, the scales and each row's matrix i32[M] -> the result of `matmul`."""
+    if channel_scale is not None:
+        channel_scale = channel_scale[jnp.maximum(ids, 0)]
+        y = y * (channel_scale if token_scale is None else token_scale * channel_scale)
+    elif token_scale is not None:
+        y = y * token_scale
+    y = jnp.where(ids[:, None] >= 0, y, 0.0)
+    return lax.reduce_precision(y, 8, 7).astype(out_dtype) if jnp.dtype(out_dtype) == jnp.bfloat16 else y
+
+
+def row_groups(group: Array | None, rows: int) -> Array:
+    """group i32[B] -> i32[M], each row's matrix."""
+    return jnp.zeros((rows,), jnp.int32) if group is None else jnp.repeat(group, rows // group.shape[0])
+
+
+def check(x, w, residual, token_scale, channel_scale, group, out_dtype) -> None:
+    """Raises ValueError for arguments that `matmul` does not take."""
+    experts = w.words.shape[0]
+    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[0] < 1 or x.shape[1] != w.k:
+        raise ValueError(f"x is {x.dtype} {x.shape}: a weight of N={w.n}, K={w.k} takes bfloat16 [M, {w.k}], M >= 1")
+    m = x.shape[0]
+    if residual is not None:
+        s = residual.shape[-1]
+        if residual.dtype != jnp.bfloat16 or residual.shape != (m, s) or not 1 <= s <= w.k or s % layout.BLOCK:
+            raise ValueError(
+                f"residual is {residual.dtype} {residual.shape}: pass bfloat16 [{m}, S], S a multiple of 16 up to {w.k}"
+            )
+    if token_scale is not None and (token_scale.dtype, token_scale.shape) != (jnp.float32, (m, 1)):
+        raise ValueError(f"token_scale is {token_scale.dtype} {token_scale.shape}: pass float32 {(m, 1)}")
+    if channel_scale is not None and (
+        channel_scale.dtype != jnp.float32 or channel_scale.shape not in ((experts, 1), (experts, w.n))
+    ):
+        raise ValueError(
+            f"channel_scale is {channel_scale.dtype} {channel_scale.shape}: pass float32 [{experts}, {w.n} or 1]"
+        )
+    if group is not None and (group.dtype != jnp.int32 or group.ndim != 1 or not len(group) or m % len(group)):
+        raise ValueError(f"group is {group.dtype} {group.shape}: pass int32 [B], B dividing M={m}")
+    if group is None and experts != 1:
+        raise ValueError(f"w holds {experts} matrices: pass group, the matrix of each block of rows")
+    if jnp.dtype(out_dtype) not in OUT_DTYPES:
+        raise ValueError(f"out_dtype is {jnp.dtype(out_dtype)}: pass float32 or bfloat16")
+
+
+def weight_values(w: layout.Packed) -> Array:
+    """f32[E, N, K] of code * block scale."""
+    codes, scales = layout.unpack(w)
+    elements = storage.e2m1_decode(storage.unpack_nibbles(codes))
+    return elements * storage.expand_scales(storage.e4m3_decode(scales), layout.BLOCK)
+
+
+def _dot(x: Array, w: layout.Packed, ids: Array) -> Array:
+    y = jnp.einsum("mk,enk->emn", x, weight_values(w), precision=lax.Precision.HIGHEST)
+    return jnp.take_along_axis(y, jnp.maximum(ids, 0)[None, :, None], axis=0)[0]

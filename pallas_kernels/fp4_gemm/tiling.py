@@ -1,0 +1,80 @@
+"""How the Hopper kernel divides a product: `Config`, what fits, and which one is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.fp4_gemm.layout import TILE, Packed
+
+TOKEN_TILES = (8, 16, 32, 64, 128, 256)
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor, less what it keeps
+_SLACK_BYTES = 2048  # barriers and alignment
+_BLOCKS = 2 * 132  # two for each multiprocessor of an H100 or H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """tokens: rows of x that a block of threads multiplies; columns: 64-channel tiles of K a stage; stages: buffers in
+    shared memory; warpgroups: those that multiply, 64 rows of N each; splits: parts of K.
+    """
+
+    tokens: int
+    columns: int
+    stages: int
+    warpgroups: int = 2
+    splits: int = 1
+
+    def __str__(self) -> str:
+        return f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
+
+    def stage_bytes(self, compensated: bool) -> int:
+        """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
+        weights = self.warpgroups * self.columns * (TILE * TILE * 9 // 16)
+        return weights + (1 + compensated) * self.tokens * self.columns * TILE * 2
+
+
+# (token tile, N, K, compensated) -> the fastest one measured. Empty until `bench.py --bench` has run on the GPU.
+TUNED: dict[tuple[int, int, int, bool], Config] = {}
+
+
+def choose(rows: int, w: Packed, compensated: bool, grouped: bool) -> Config:
+    """The tiling for `rows` rows of x a matrix (of a block of a group): TUNED's, or one by rule.
+
+    The rule: the smallest token tile that holds the rows, at most 128; stages for two blocks a multiprocessor where
+    three fit; the fewest parts of K that give every multiprocessor two blocks.
+    """
+    fits = [t for t in TOKEN_TILES[:-1] if not grouped or rows % t == 0]
+    if not fits:
+        raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")
+    tokens = next((t for t in fits if t >= rows), fits[-1])
+    tuned = TUNED.get((tokens, w.n, w.k, compensated))
+    if tuned is not None:
+        return tuned
+    row_tiles, tiles = w.scales.shape[1:3]
+    columns = next(c for c in (4, 2, 1) if tiles % c == 0 and c * tokens <= 256)
+    stage = Config(tokens, columns, 1).stage_bytes(compensated)
+    free = _SHARED_BYTES - 2 * _SLACK_BYTES
+    stages = next((s for s in (6, 5, 4, 3) if s * stage <= free // 2), free // stage)
+    blocks = row_tiles // 2 * -(-rows // tokens)
+    steps = tiles // columns
+    splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
+    return Config(tokens, columns, stages, 2, next((s for s in splits if s * blocks >= _BLOCKS), splits[-1]))
+
+
+def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
+    """Raises ValueError, naming the value, for a tiling that does not fit. block: rows of a group's block, if any."""
+    row_tiles, tiles = w.scales.shape[1:3]
+    if c.tokens not in TOKEN_TILES:
+        raise ValueError(f"tokens={c.tokens} of a tiling is none of {TOKEN_TILES}")
+    if block is not None and block % c.tokens:
+        raise ValueError(f"blocks of {block} rows do not divide into token tiles of {c.tokens}: take fewer tokens")
+    if c.warpgroups < 1 or row_tiles % c.warpgroups:
+        raise ValueError(f"warpgroups={c.warpgroups} does not divide the {row_tiles} row tiles of N={w.n}: take 1 or 2")
+    if min(c.columns, c.splits) < 1 or tiles % (c.columns * c.splits):
+        raise ValueError(
+            f"columns={c.columns} x splits={c.splits} does not divide the {tiles} column tiles of K={w.k}: take "
+            "divisors"
+        )
+    used = c.stages * c.stage_bytes(compensated) + _SLACK_BYTES
+    if c.stages < 1 or used > _SHARED_BYTES:
+        raise ValueError(f"stages={c.stages} of {c} take {used} bytes of the {_SHARED_BYTES} of shared memory")
