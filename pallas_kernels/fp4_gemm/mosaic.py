@@ -24,9 +24,6 @@ from pallas_kernels.fp4_gemm import decode, layout, reference, tiling
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
 
-_MANY_TOKENS = 256  # whose sums take half of a thread's registers: the copying warpgroup then gives some of its own
-_REGISTERS, _PRODUCER_REGISTERS = 512, 40  # of as many threads as there are warpgroups, one each
-
 
 def matmul(
     x: Array,
@@ -47,8 +44,9 @@ def matmul(
     """
     reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype)
     rows, compensated = x.shape[0], residual is not None
-    block = None if group is None else rows // group.shape[0]
-    c = config or tiling.choose(block or rows, w, compensated, group is not None)
+    groups = None if group is None else group.shape[0]
+    block = groups and rows // groups
+    c = config or tiling.choose(block or rows, w, compensated, groups)
     tiling.check(c, w, compensated, block)
     operands = {"x": layout.arrange(x, c.tokens), "words": w.words, "scales": w.scales}
     if compensated:
@@ -165,8 +163,8 @@ class FourBit:
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
         c, smem = self.c, self.smem
-        if c.tokens >= _MANY_TOKENS:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        if c.tokens >= tiling.MANY_TOKENS:
+            plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
 
         def step(i, compensated):
             slot, k = lax.rem(i, c.stages), self.first + i
@@ -186,9 +184,8 @@ class FourBit:
     def consume(self) -> None:
         """Multiplies a warpgroup's 64 rows by the tokens and stores the sums."""
         c, smem = self.c, self.smem
-        if c.tokens >= _MANY_TOKENS:
-            free = (_REGISTERS - _PRODUCER_REGISTERS) // c.warpgroups // 8 * 8
-            plgpu.set_max_registers(min(free, 240), action="increase")
+        if c.tokens >= tiling.MANY_TOKENS:
+            plgpu.set_max_registers(c.free_registers(), action="increase")
 
         def scope(acc):
             def step(i, compensated):

@@ -9,7 +9,10 @@ from pallas_kernels.fp4_gemm.layout import TILE, Packed
 TOKEN_TILES = (8, 16, 32, 64, 128, 256)
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, less what it keeps
 _SLACK_BYTES = 2048  # barriers and alignment
-_BLOCKS = 2 * 132  # two for each multiprocessor of an H100 or H200
+_REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
+PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
+MANY_TOKENS = 256  # when it does
+_BLOCKS = 240  # nearly two for each of the 132 multiprocessors of an H100 or H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +35,24 @@ class Config:
         weights = self.warpgroups * self.columns * (TILE * TILE * 9 // 16)
         return weights + (1 + compensated) * self.tokens * self.columns * TILE * 2
 
+    def free_registers(self) -> int:
+        """Registers that a thread of a warpgroup that multiplies can have, of at most 255."""
+        if self.tokens >= MANY_TOKENS:
+            return min((_REGISTERS - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8, 240)
+        return min(_REGISTERS // (self.warpgroups + 1) // 8 * 8, 255)
+
 
 # (token tile, N, K, compensated) -> the fastest one measured. Empty until `bench.py --bench` has run on the GPU.
 TUNED: dict[tuple[int, int, int, bool], Config] = {}
 
 
-def choose(rows: int, w: Packed, compensated: bool, grouped: bool) -> Config:
-    """The tiling for `rows` rows of x a matrix (of a block of a group): TUNED's, or one by rule.
+def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Config:
+    """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
     The rule: the smallest token tile that holds the rows, at most 128; stages for two blocks a multiprocessor where
-    three fit; the fewest parts of K that give every multiprocessor two blocks.
+    three fit; the fewest parts of K that give most multiprocessors two blocks.
     """
-    fits = [t for t in TOKEN_TILES[:-1] if not grouped or rows % t == 0]
+    fits = [t for t in TOKEN_TILES[:-1] if groups is None or rows % t == 0]
     if not fits:
         raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")
     tokens = next((t for t in fits if t >= rows), fits[-1])
@@ -55,7 +64,7 @@ def choose(rows: int, w: Packed, compensated: bool, grouped: bool) -> Config:
     stage = Config(tokens, columns, 1).stage_bytes(compensated)
     free = _SHARED_BYTES - 2 * _SLACK_BYTES
     stages = next((s for s in (6, 5, 4, 3) if s * stage <= free // 2), free // stage)
-    blocks = row_tiles // 2 * -(-rows // tokens)
+    blocks = row_tiles // 2 * -(-rows // tokens) * (groups or 1)
     steps = tiles // columns
     splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
     return Config(tokens, columns, stages, 2, next((s for s in splits if s * blocks >= _BLOCKS), splits[-1]))
@@ -70,6 +79,11 @@ def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
         raise ValueError(f"blocks of {block} rows do not divide into token tiles of {c.tokens}: take fewer tokens")
     if c.warpgroups < 1 or row_tiles % c.warpgroups:
         raise ValueError(f"warpgroups={c.warpgroups} does not divide the {row_tiles} row tiles of N={w.n}: take 1 or 2")
+    needed = c.tokens // 2 + 58  # sums, two decoded tiles, addresses: what ptxas took, up to a few
+    if needed > c.free_registers():
+        raise ValueError(
+            f"{c} needs {needed} registers a thread and can have {c.free_registers()}: take fewer warpgroups"
+        )
     if min(c.columns, c.splits) < 1 or tiles % (c.columns * c.splits):
         raise ValueError(
             f"columns={c.columns} x splits={c.splits} does not divide the {tiles} column tiles of K={w.k}: take "

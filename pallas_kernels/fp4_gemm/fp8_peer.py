@@ -1,0 +1,51 @@
+"""The same kernel with E4M3 weights and activations and nothing to decode: what the FP4 kernel is measured against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.compat import plgpu
+from pallas_kernels.fp4_gemm.layout import TILE
+from pallas_kernels.fp4_gemm.mosaic import FourBit, run, swizzled
+from pallas_kernels.fp4_gemm.tiling import Config
+
+_FP8 = jnp.float8_e4m3fn
+
+
+def matmul(x: Array, w: Array, c: Config) -> Array:
+    """float8_e4m3fn x [M, K] w [N, K]^T -> bf16 [M, N]. Raises ValueError unless M, N and K fill the tiling's tiles."""
+    (m, k), n = x.shape, w.shape[0]
+    if m % c.tokens or n % (c.warpgroups * TILE) or k % (c.columns * TILE * c.splits) or c.columns % 2:
+        raise ValueError(f"M={m}, N={n}, K={k} are not multiples of the tiles of {c}, or its columns are odd")
+    y = run(_EightBit, c, {"x": x, "words": w[None]}, jnp.bfloat16 if c.splits == 1 else jnp.float32, False)
+    return y[0] if c.splits == 1 else jnp.sum(y, axis=0).astype(jnp.bfloat16)
+
+
+class _EightBit(FourBit):
+    name = "fp8_gemm"
+    rows_of_words = TILE
+    exponent = 0
+
+    @staticmethod
+    def scratch(c: Config, compensated: bool) -> dict[str, Any]:
+        width = c.columns * TILE
+        x = plgpu.SMEM((c.stages, c.tokens, width), _FP8, transforms=swizzled(128))
+        words = plgpu.SMEM((c.stages, c.warpgroups * TILE, width), _FP8, transforms=swizzled(128))
+        return {"x_smem": x, "words_smem": words}
+
+    @staticmethod
+    def barriers(c: Config, compensated: bool, copies: int = 2) -> dict[str, Any]:
+        return FourBit.barriers(c, compensated, copies)
+
+    def copies(self, k: Any) -> dict[str, Any]:
+        rows = pl.ds(self.n * self.c.warpgroups * TILE, self.c.warpgroups * TILE)
+        columns = pl.ds(k * self.width, self.width)
+        return {"words": self.gmem["words"].at[0, rows, columns], "x": self.gmem["x"].at[self.tokens, columns]}
+
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
+        rows = pl.ds(lax.axis_index("wg") * TILE, TILE)
+        plgpu.wgmma(acc, self.smem["words_smem"].at[slot, rows], self.smem["x_smem"].at[slot].transpose((1, 0)))
