@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_gemm import blocked, reference
+from quads_jax.implementations import (  # noqa: F401
+    IMPLEMENTATIONS,
+    PACKED_IMPLEMENTATIONS,
+    Arranged,
+    Grouped,
+    arrange,
+    can_read_packed,
+    choose,
+    choose_packed,
+)
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
@@ -27,7 +36,6 @@ from quads_jax.quant.formats import BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
-_log = logging.getLogger(__name__)
 
 
 @jax.tree_util.register_dataclass
@@ -44,32 +52,6 @@ class Operand:
 
 
 _PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel order
-
-
-class Grouped(NamedTuple):
-    """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes, block) -> f32[M,N]; outer(g [M,N],
-    x [M,K], sizes, block) -> f32[E,N,K].
-    """
-
-    dot: Callable[..., Array]
-    outer: Callable[..., Array]
-
-
-IMPLEMENTATIONS: dict[str, Grouped] = {
-    "reference": Grouped(reference.dot, reference.outer),
-    "blocked": Grouped(blocked.dot, blocked.outer),
-}
-
-
-@functools.cache
-def choose(implementation: str | None) -> Grouped:
-    """The grouped GEMM by name; None takes the fastest measured one and logs it once. An unknown name raises."""
-    name = "blocked" if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(IMPLEMENTATIONS)}")
-    if implementation is None:
-        _log.info("grouped GEMM: %s (on %s)", name, jax.default_backend())
-    return IMPLEMENTATIONS[name]
 
 
 def padded_groups(group_sizes: Array, rows: int) -> tuple[blocked.Blocks, int]:
@@ -113,26 +95,39 @@ def prepare_weight(w: Array, p: LayerPrecision, order: Array | None = None) -> B
     return dataclasses.replace(packed, layout=_PERMUTED) if p.permuted else packed
 
 
-def unpack(params: Any, dtype: str) -> Any:
-    """The same tree with every `BlockTensor` decoded to an `Operand`: once a program instead of once a decode step."""
-    is_packed = lambda leaf: isinstance(leaf, BlockTensor)  # noqa: E731
-    decode = lambda leaf: _decoded(leaf, dtype) if is_packed(leaf) else leaf  # noqa: E731
-    return jax.tree.map(decode, params, is_leaf=is_packed)
+def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
+    """The same tree with every `BlockTensor` decoded to an `Operand`, or arranged for an implementation that reads it
+    packed: once a program instead of once a decode step.
+    """
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, BlockTensor):
+            return leaf
+        if _reads_packed(leaf, leaf.fmt, dtype, implementation):
+            return arrange(leaf, permuted=leaf.layout == _PERMUTED)
+        return _decoded(leaf, dtype)
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockTensor))
 
 
 def _decoded(w: BlockTensor, dtype: str) -> Operand:
     return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == _PERMUTED)
 
 
+def _check_packed_for(w: Operand | Arranged, p: LayerPrecision) -> Any:
+    if (w.fmt, w.permuted) != (p.weight, p.permuted):
+        wanted, packed = (
+            f"{f.name if f else 'none'}{' permuted' * o}" for f, o in ((p.weight, p.permuted), (w.fmt, w.permuted))
+        )
+        raise ValueError(f"a weight packed as {packed} under a precision of {wanted}: pack it for this precision")
+    return w
+
+
 def _weight_operand(w: Array | BlockTensor | Operand, p: LayerPrecision, order: Array | None, dtype: str) -> Operand:
+    if isinstance(w, Arranged):
+        raise ValueError("a weight arranged for the FP4 GEMM needs the implementation that it was arranged for")
     if isinstance(w, BlockTensor | Operand):
-        w = _decoded(w, dtype) if isinstance(w, BlockTensor) else w
-        if (w.fmt, w.permuted) != (p.weight, p.permuted):
-            wanted, packed = (
-                f"{f.name if f else 'none'}{' permuted' * o}" for f, o in ((p.weight, p.permuted), (w.fmt, w.permuted))
-            )
-            raise ValueError(f"a weight packed as {packed} under a precision of {wanted}: pack it for this precision")
-        return w
+        return _check_packed_for(_decoded(w, dtype) if isinstance(w, BlockTensor) else w, p)
     if p.weight is None:
         return Operand(_in_order(w, p, order).astype(dtype), None)
     values, scale = tensor.quantize_values(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
@@ -301,21 +296,100 @@ _project.defvjp(_project_fwd, _project_bwd)
 
 def project(
     x: Array,
-    w: Array | BlockTensor | Operand,
+    w: Array | BlockTensor | Operand | Arranged,
     p: LayerPrecision,
     *,
     dtype: str = "bfloat16",
     order: Array | None = None,
     active: Array | None = None,
+    implementation: str | None = None,
 ) -> Array:
     """y = x w^T under `p`: x f[..., K], w [N, K] -> f32[..., N].
 
     order: channel order i32[K] of this input (policy adaptive: mask bool[K]), where `p` needs one. active: bool[...]
     rows counted by policy `online`. Gradients are straight-through: dx = g dq(w), dw = g^T dq(x), also where elements
     were clipped; products of the backward pass are in the compute dtype with float32 accumulation. A packed `w` gets
-    none.
+    none. implementation: one of PACKED_IMPLEMENTATIONS multiplies a packed weight without decoding it first, where
+    `p` quantizes weights, and has no gradient; others say nothing about this product.
     """
-    return _project(p, dtype, x, w, order, active)
+    if not _reads_packed(w, p.weight, dtype, implementation):
+        return _project(p, dtype, x, w, order, active)
+    return _project_packed(p, implementation, None, x, w, order, active)
+
+
+# Products of packed weights -------------------------------------------------------------------------------------------
+
+
+def _reads_packed(w: Any, fmt: BlockFormat | None, dtype: str, implementation: str | None) -> bool:
+    """Whether a product reads its weight packed. Raises ValueError where a named implementation cannot."""
+    if fmt is None or choose_packed(implementation) is None:
+        return False
+    can = isinstance(w, BlockTensor | Arranged) and can_read_packed(fmt, dtype)
+    if not can and implementation is not None:
+        raise ValueError(
+            f"implementation {implementation} multiplies packed NVFP4 weights in bfloat16, not a {type(w).__name__} "
+            f"under {fmt.name} in {dtype}: pack the weight, or choose implementation None"
+        )
+    return can
+
+
+def _packed_operand(w: BlockTensor | Arranged, p: LayerPrecision) -> Arranged:
+    w = arrange(w, permuted=w.layout == _PERMUTED) if isinstance(w, BlockTensor) else w
+    return _check_packed_for(w, p)
+
+
+def _without_gradient(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """fn(p, implementation, block, ...) that says why when it is differentiated."""
+
+    def refuse(p, implementation, block, saved, g):
+        raise ValueError(
+            f"implementation {implementation} of packed weights has no gradient: it is for rollouts; the trainer "
+            "multiplies its masters with implementation None"
+        )
+
+    wrapped = jax.custom_vjp(fn, nondiff_argnums=(0, 1, 2))
+    wrapped.defvjp(lambda *args: (fn(*args), None), refuse)
+    return wrapped
+
+
+@_without_gradient
+def _project_packed(p, implementation, block, x, w, order, active):
+    w = _packed_operand(w, p)
+    xa = _activation(x, p, order, None, active, "bfloat16")
+    flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+    y = choose_packed(implementation)(
+        flat(xa.values),
+        jax.tree.map(lambda a: a[None], w.packed),
+        residual=None if xa.residual is None else flat(xa.residual[..., : xa.residual_width]),
+        token_scale=None if xa.scale is None else flat(xa.scale),
+        channel_scale=w.scale[..., 0].reshape(1, -1),
+    )
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@_without_gradient
+def _grouped_packed(p, implementation, block, x, w, sizes, order, active):
+    w = _packed_operand(w, p)
+    rows = x.shape[0]
+    ids, inside = reference.row_groups(sizes, rows, block or 1)
+    x = jnp.where(inside[:, None], x, 0)  # as in _grouped_fwd
+    xa = _activation(x, p, order, ids, active, "bfloat16")
+    residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
+    operands, padded = (xa.values, residual, xa.scale), None
+    if block is None:
+        padded, block = padded_groups(sizes, rows)
+        operands = jax.tree.map(lambda a: blocked.pad(a, padded), operands)
+    values, residual, scale = operands
+    group, used = blocked.block_groups(sizes if padded is None else padded.sizes, values.shape[0], block)
+    y = choose_packed(implementation)(
+        values,
+        w.packed,
+        residual=residual,
+        token_scale=scale,
+        channel_scale=w.scale[..., 0],
+        group=jnp.where(used, group, -1),
+    )
+    return y if padded is None else blocked.unpad(y, padded, sizes, rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -350,7 +424,7 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 def grouped_project(
     x: Array,
-    w: Array | BlockTensor | Operand,
+    w: Array | BlockTensor | Operand | Arranged,
     group_sizes: Array,
     p: LayerPrecision,
     *,
@@ -363,7 +437,8 @@ def grouped_project(
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
-    divides every group size and M, which saves padding them. Otherwise as `project`.
+    divides every group size and M, which saves padding them. implementation: one of IMPLEMENTATIONS, or as in
+    `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
     if group_sizes.shape != (experts,) or x.ndim != 2 or x.shape[1] != width:
@@ -373,4 +448,6 @@ def grouped_project(
         )
     if block is not None and x.shape[0] % block:
         raise ValueError(f"M={x.shape[0]} rows are not a multiple of block={block}: pad every group to whole blocks")
-    return _grouped(p, dtype, implementation, block, x, w, group_sizes, order, active)
+    if not _reads_packed(w, p.weight, dtype, implementation):
+        return _grouped(p, dtype, implementation, block, x, w, group_sizes, order, active)
+    return _grouped_packed(p, implementation, block, x, w, group_sizes, order, active)

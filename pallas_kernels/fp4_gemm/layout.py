@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels import storage
 
@@ -70,8 +70,9 @@ def pack(codes: Array, block_scales: Array) -> Packed:
         pair = pairs[:, :, :, place % 2, :, :, :, :, place // 2]
         words |= ((pair & 0x00080008) << sign) | ((pair & 0x00070007) << magnitude)
     words = words.transpose(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows, 2 * tiles, 256)
-    scales = block_scales.reshape(experts, rows, 4, 2, 8, tiles, 4).transpose(0, 1, 5, 2, 4, 6, 3)
-    scales = lax.bitcast_convert_type(scales, jnp.uint16).reshape(experts, rows, tiles, 128)
+    # By shifts: XLA folds a constant's transposition and bitcast to 16 bits to wrong numbers (JAX 0.10.2 and 0.11.2).
+    scales = block_scales.reshape(experts, rows, 4, 2, 8, tiles, 4).transpose(0, 1, 5, 2, 4, 6, 3).astype(jnp.uint16)
+    scales = (scales[..., 0] | (scales[..., 1] << 8)).reshape(experts, rows, tiles, 128)
     return Packed(words, scales, n, 2 * half)
 
 
@@ -85,8 +86,12 @@ def unpack(w: Packed) -> tuple[Array, Array]:
         pairs.append(((pair & 15) | (pair >> 12)).astype(jnp.uint8))
     codes = jnp.stack(pairs, axis=-1).reshape(*words.shape, 2, 2)  # ..., h, i
     codes = codes.transpose(0, 1, 3, 8, 4, 2, 5, 6, 7).reshape(experts, rows * TILE, tiles * TILE // 2)
-    scales = lax.bitcast_convert_type(w.scales, jnp.uint8).reshape(experts, rows, tiles, 4, 8, 4, 2)
-    scales = scales.transpose(0, 1, 3, 6, 4, 2, 5).reshape(experts, rows * TILE, tiles * TILE // BLOCK)
+    scales = jnp.stack([w.scales & 0xFF, w.scales >> 8], axis=-1).astype(jnp.uint8)
+    scales = (
+        scales.reshape(experts, rows, tiles, 4, 8, 4, 2)
+        .transpose(0, 1, 3, 6, 4, 2, 5)
+        .reshape(experts, rows * TILE, tiles * TILE // BLOCK)
+    )
     return codes[:, : w.n, : w.k // 2], scales[:, : w.n, : w.k // BLOCK]
 
 

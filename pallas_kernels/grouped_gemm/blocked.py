@@ -44,8 +44,16 @@ def blocks_of(group_sizes: jax.Array, rows: int, block: int) -> Blocks:
     return Blocks(sizes, first, jnp.clip(row, 0, rows - 1), inside < group_sizes[ids])
 
 
-def _pad(x: jax.Array, b: Blocks) -> jax.Array:
+def pad(x: jax.Array, b: Blocks) -> jax.Array:
+    """[M, ...] in sorted rows -> [P, ...] in padded groups, zeros in rows without one."""
     return jnp.where(b.filled[:, None], x[b.row], 0)
+
+
+def unpad(y: jax.Array, b: Blocks, group_sizes: jax.Array, rows: int) -> jax.Array:
+    """[P, N] in padded groups -> [M, N] in M = `rows` sorted rows, zeros in rows outside groups."""
+    ids, inside = row_groups(group_sizes, rows)
+    slot = b.first[ids] + jnp.arange(rows) - (jnp.cumsum(group_sizes) - group_sizes)[ids]
+    return jnp.where(inside[:, None], y[jnp.where(inside, slot, 0)], 0.0)
 
 
 def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array, block: int | None = None) -> jax.Array:
@@ -54,11 +62,8 @@ def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array, block: int | None = 
     if block is None:
         block = block_rows(rows, w.shape[0])
         b = blocks_of(group_sizes, rows, block)
-        ids, inside = row_groups(group_sizes, rows)
-        slot = b.first[ids] + jnp.arange(rows) - (jnp.cumsum(group_sizes) - group_sizes)[ids]
-        y = dot(_pad(x, b), w, b.sizes, block)[jnp.where(inside, slot, 0)]
-        return jnp.where(inside[:, None], y, 0.0)
-    group, inside = _block_groups(group_sizes, rows, block)
+        return unpad(dot(pad(x, b), w, b.sizes, block), b, group_sizes, rows)
+    group, inside = block_groups(group_sizes, rows, block)
     xb = x.reshape(-1, block, x.shape[1])
     y = jnp.einsum("bmk,bnk->bmn", xb, w[group], preferred_element_type=jnp.float32, precision=_precision(x))
     return jnp.where(inside[:, None, None], y, 0.0).reshape(rows, w.shape[1])
@@ -70,8 +75,8 @@ def outer(g: jax.Array, x: jax.Array, group_sizes: jax.Array, block: int | None 
     if block is None:
         block = block_rows(rows, groups)
         b = blocks_of(group_sizes, rows, block)
-        return outer(_pad(g, b), _pad(x, b), b.sizes, block)
-    group, inside = _block_groups(group_sizes, rows, block)
+        return outer(pad(g, b), pad(x, b), b.sizes, block)
+    group, inside = block_groups(group_sizes, rows, block)
     gb, xb = (a.reshape(-1, block, a.shape[1]) for a in (g, x))
     partial = jnp.einsum("bmn,bmk->bnk", gb, xb, preferred_element_type=jnp.float32, precision=_precision(x))
     partial = jnp.where(inside[:, None, None], partial, 0.0)
@@ -79,7 +84,7 @@ def outer(g: jax.Array, x: jax.Array, group_sizes: jax.Array, block: int | None 
     return jnp.einsum("be,bnk->enk", onehot, partial, precision=jax.lax.Precision.HIGHEST)
 
 
-def _block_groups(group_sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:
+def block_groups(group_sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:
     """`row_groups` a block: i32[M / block], bool[M / block]."""
     ids, inside = row_groups(group_sizes, rows, block)
     return ids[::block], inside[::block]

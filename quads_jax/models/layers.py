@@ -45,7 +45,7 @@ def fan_in_init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32) -> A
 def weight(
     module: nn.Module, name: str, shape: Sequence[int], axes: Sequence[str | None], init: Any = fan_in_init
 ) -> Any:
-    """The module's parameter: the existing leaf as it is (an array, `BlockTensor` or `Operand`), or a new f32 array at
+    """The module's parameter: the existing leaf as it is (an array, or one of `ops` and `quant`), or a new f32 array at
     init.
 
     `axes` are its logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
@@ -115,19 +115,10 @@ def linear(
     if module.is_mutable_collection("inputs"):
         counted = x if active is None else jnp.where(active[..., None], x, 0)
         module.put_variable("inputs", name, (counted.reshape(-1, x.shape[-1]), sizes))
+    how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
     if sizes is None:
-        return ops.project(x, w, layer, dtype=precision.dtype, order=order, active=active)
-    return ops.grouped_project(
-        x,
-        w,
-        sizes,
-        layer,
-        dtype=precision.dtype,
-        order=order,
-        active=active,
-        implementation=precision.implementation,
-        block=block,
-    )
+        return ops.project(x, w, layer, **how)
+    return ops.grouped_project(x, w, sizes, layer, block=block, **how)
 
 
 class RMSNorm(nn.Module):

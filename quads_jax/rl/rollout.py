@@ -43,7 +43,7 @@ def rollout(
     prompts, prompt_valid = jnp.asarray(prompts), jnp.asarray(prompt_valid)
     rows, prompt_len = prompts.shape
     steps = sampling.max_new_tokens
-    params = ops.unpack(params, precision.dtype)
+    params = ops.unpack(params, precision.dtype, precision.implementation)
     decoder = Decoder(model, precision)
     variables = {"params": params, "quant": quant}
     row_keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(jnp.arange(rows))

@@ -1,0 +1,114 @@
+"""Implementations of the GEMMs by name: of decoded weights, grouped, and of packed NVFP4 weights, dense and grouped."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.fp4_gemm import layout
+from pallas_kernels.fp4_gemm import reference as fp4_reference
+from pallas_kernels.grouped_gemm import blocked, reference
+from quads_jax.quant.formats import NVFP4, BlockFormat
+from quads_jax.quant.tensor import BlockTensor
+
+Array = jax.Array
+_log = logging.getLogger(__name__)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arranged:
+    """A packed NVFP4 weight [..., N, K] in the FP4 GEMM's order: its arrays have the same leading axes; scale f32
+    [..., 1, 1], fmt and permuted as in `ops.Operand`.
+    """
+
+    packed: layout.Packed
+    scale: Array
+    fmt: BlockFormat = dataclasses.field(metadata={"static": True})
+    permuted: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.scale.shape[:-2], self.packed.n, self.packed.k)
+
+
+def can_read_packed(fmt: BlockFormat, dtype: str) -> bool:
+    """Whether the packed GEMMs take weights of a format and this compute dtype."""
+    return fmt == NVFP4 and dtype == "bfloat16"
+
+
+def arrange(w: BlockTensor, permuted: bool) -> Arranged:
+    """A packed weight in the order that the packed GEMMs read."""
+    flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)))
+    packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
+    return Arranged(packed, w.global_scale, w.fmt, permuted)
+
+
+class Grouped(NamedTuple):
+    """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes, block) -> f32[M,N]; outer(g [M,N],
+    x [M,K], sizes, block) -> f32[E,N,K].
+    """
+
+    dot: Callable[..., Array]
+    outer: Callable[..., Array]
+
+
+IMPLEMENTATIONS: dict[str, Grouped] = {
+    "reference": Grouped(reference.dot, reference.outer),
+    "blocked": Grouped(blocked.dot, blocked.outer),
+}
+
+
+def _fp4_mosaic(*args: Any, **kwargs: Any) -> Array:
+    """`fp4_reference.matmul` by the Hopper kernel. Raises RuntimeError on another device."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or not device.compute_capability.startswith("9."):
+        raise RuntimeError(
+            f"implementation fp4_mosaic runs on GPUs of compute capability 9, this is {device.device_kind}: choose "
+            "fp4_reference or None"
+        )
+    from pallas_kernels.fp4_gemm import mosaic  # Pallas' GPU backend, which nothing else needs
+
+    return mosaic.matmul(*args, **kwargs)
+
+
+# GEMMs that read NVFP4 weights as they are packed, dense and grouped, without gradients: signature of `fp4_reference`.
+PACKED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "fp4_reference": fp4_reference.matmul,
+    "fp4_mosaic": _fp4_mosaic,
+}
+AUTOMATIC_ON_HOPPER: str | None = None
+
+
+def choose_packed(implementation: str | None) -> Callable[..., Array] | None:
+    """The GEMM of packed weights by name; None where weights are decoded first. An unknown name raises."""
+    if implementation is None and AUTOMATIC_ON_HOPPER is not None:
+        hopper = getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
+        return PACKED_IMPLEMENTATIONS[AUTOMATIC_ON_HOPPER] if hopper else None
+    if implementation not in (None, *IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS):
+        raise _unknown(implementation)
+    return PACKED_IMPLEMENTATIONS.get(implementation)
+
+
+def _unknown(name: str) -> ValueError:
+    names = ", ".join((*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS))
+    return ValueError(f"unknown grouped GEMM {name!r}; implementations are {names}")
+
+
+@functools.cache
+def choose(implementation: str | None) -> Grouped:
+    """The grouped GEMM of decoded weights by name; None, or a name of packed ones, takes the fastest measured one and
+    logs it once. An unknown name raises.
+    """
+    implementation = None if implementation in PACKED_IMPLEMENTATIONS else implementation
+    name = "blocked" if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise _unknown(name)
+    if implementation is None:
+        _log.info("grouped GEMM: %s (on %s)", name, jax.default_backend())
+    return IMPLEMENTATIONS[name]

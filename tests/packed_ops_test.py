@@ -1,0 +1,134 @@
+"""GEMMs that read packed weights, behind `ops`: the same products as those of decoded weights, or an error."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quads_jax import implementations, ops
+from quads_jax.models.decoder import Decoder
+from quads_jax.pack import pack
+from quads_jax.precision import LayerPrecision, recipe
+from quads_jax.quant.formats import FP8, NVFP4
+from quads_jax.quant.tensor import quantize
+from tests import tiny
+from tests.ops_test import SIZES, W4A4, W4A16, K, M, N, as_read, normal, random_orders, relative, with_residual
+
+NAME = "fp4_reference"
+PRECISIONS = {
+    "W4A16": W4A16,
+    "W4A4": W4A4,
+    **{
+        f"RAC {policy}": with_residual(W4A4, 0.5, policy)
+        for policy in ("online", "static", "block", "token", "adaptive")
+    },
+    "RAC 100 %": with_residual(W4A4, 1.0, "token"),
+}
+
+
+def both(p, order, sizes=None, block=None):
+    """A jitted (x, master) -> (product of the decoded weight, of the packed one, of the one arranged beforehand)."""
+
+    def run(x, w):
+        packed = ops.prepare_weight(w, p, order)
+        if sizes is None:
+            multiply = functools.partial(ops.project, x, p=p, order=order)
+        else:
+            multiply = functools.partial(ops.grouped_project, x, group_sizes=sizes, p=p, order=order, block=block)
+        arranged = ops.unpack(packed, "bfloat16", NAME)
+        assert isinstance(arranged, ops.Arranged) and arranged.shape == w.shape
+        return multiply(w=packed), multiply(w=packed, implementation=NAME), multiply(w=arranged, implementation=NAME)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_dense_product(name):
+    p = PRECISIONS[name]
+    policy = p.residual.policy if p.residual else ""
+    order = as_read(random_orders(1, policy)[0], policy, K // 2) if p.needs_order else None
+    x, w = normal(3, 5, K) * np.float32([[[1]], [[1e-3]], [[30]]]), normal(N, K, seed=1)
+    want, packed, arranged = both(p, order)(x, w)
+    np.testing.assert_array_equal(packed, arranged)
+    assert packed.shape == want.shape and packed.dtype == want.dtype
+    assert relative(packed, np.float64(want)) < 1e-6  # observed: 7.3e-8
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A4", "RAC static", "RAC token"])
+@pytest.mark.parametrize("block", [None, 8])
+def test_grouped_product(name, block):
+    p = PRECISIONS[name]
+    order = random_orders(3, "static") if p.needs_order else None
+    sizes = SIZES if block is None else np.int32([8, 0, 8])
+    x, w = normal(M, K), normal(3, N, K, seed=1) * np.float32([[[1]], [[1e-3]], [[30]]])
+    x[sizes.sum() :] = np.nan
+    want, packed, arranged = both(p, order, sizes, block)(x, w)
+    np.testing.assert_array_equal(packed, arranged)
+    assert relative(packed, np.float64(want)) < 1e-6  # observed: 6.9e-8
+    assert not np.asarray(packed)[sizes.sum() :].any()
+
+
+def test_mutation_another_experts_weight(monkeypatch):
+    real = implementations.PACKED_IMPLEMENTATIONS[NAME]
+    swapped = lambda x, w, *, group, **kwargs: real(x, w, group=jnp.minimum(group + 1, 2), **kwargs)  # noqa: E731
+    monkeypatch.setitem(implementations.PACKED_IMPLEMENTATIONS, NAME, swapped)
+    want, packed, _ = both(W4A4, None, SIZES)(normal(M, K), normal(3, N, K, seed=1))
+    assert relative(packed, np.float64(want)) > 0.1
+
+
+def test_a_model_reads_its_weights_packed():
+    """Every GEMM of a rollout's model, in a scan over layers: logits as those of decoded weights."""
+    side = recipe("NAIVE").rollout
+    params = jax.jit(lambda: pack(tiny.params(), {}, side))()
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.MODEL.vocab_size, (2, 6)), jnp.int32)
+
+    def logits(implementation):
+        precision = dataclasses.replace(side, implementation=implementation)
+        leaves = ops.unpack(params, precision.dtype, implementation)
+        decoder = Decoder(tiny.MODEL, precision)
+        return leaves, decoder.apply({"params": leaves, "quant": {}}, tokens, jnp.ones_like(tokens, bool))[0]
+
+    leaves, packed = jax.jit(functools.partial(logits, NAME))()
+    kinds = [type(leaf) for leaf in jax.tree.leaves(leaves, is_leaf=lambda a: isinstance(a, ops.Arranged))]
+    assert kinds.count(ops.Arranged) == 4 and ops.Operand not in kinds  # qkv, o, gate_up, down
+    _, decoded = jax.jit(functools.partial(logits, None))()
+    assert relative(packed, np.float64(decoded)) < 1e-6  # observed: equal; K = 32 leaves sums no other order
+
+
+def test_what_cannot_run_raises():
+    x, w = normal(M, K), normal(N, K, seed=1)
+    packed = jax.jit(lambda w: quantize(w, NVFP4, unit="expert"))(w)
+    with pytest.raises(
+        ValueError, match="multiplies packed NVFP4 weights in bfloat16, not a ndarray under nvfp4 in bf"
+    ):
+        ops.project(x, w, W4A4, implementation=NAME)
+    with pytest.raises(ValueError, match="not a BlockTensor under nvfp4 in float32"):
+        ops.project(x, packed, W4A4, dtype="float32", implementation=NAME)
+    fp8 = jax.jit(lambda w: quantize(w, FP8, unit="token"))(w)
+    with pytest.raises(ValueError, match=f"not a BlockTensor under {FP8.name} in bfloat16"):
+        ops.unpack({"w": fp8}, "bfloat16", NAME)
+    with pytest.raises(ValueError, match="a weight packed as .* permuted: pack it for this precision"):
+        ops.project(x, packed, dataclasses.replace(W4A4, permuted=True), order=np.arange(K), implementation=NAME)
+    with pytest.raises(ValueError, match="needs the implementation that it was arranged for"):
+        ops.project(x, ops.unpack(packed, "bfloat16", NAME), W4A4)
+    with pytest.raises(ValueError, match="has no gradient: it is for rollouts"):
+        jax.grad(lambda x: ops.project(x, packed, W4A4, implementation=NAME).sum())(x)
+    with pytest.raises(ValueError, match="unknown grouped GEMM 'fp4'; implementations are reference, blocked, fp4_ref"):
+        ops.project(x, packed, W4A4, implementation="fp4")
+    with pytest.raises(RuntimeError, match="fp4_mosaic runs on GPUs of compute capability 9, this is cpu"):
+        ops.project(x, packed, W4A4, implementation="fp4_mosaic")
+
+
+def test_roles_without_quantized_weights_take_no_notice():
+    x, w = normal(M, K), normal(N, K, seed=1)
+    for p in (LayerPrecision(), LayerPrecision(activation=NVFP4)):
+        np.testing.assert_array_equal(ops.project(x, w, p, implementation=NAME), ops.project(x, w, p))
+    plain = ops.grouped_project(x, w[None], np.int32([M]), LayerPrecision(), implementation=NAME)
+    np.testing.assert_array_equal(plain, ops.grouped_project(x, w[None], np.int32([M]), LayerPrecision()))
+
+
+def test_nothing_is_automatic_yet():
+    assert implementations.AUTOMATIC_ON_HOPPER is None and ops.choose_packed(None) is None
