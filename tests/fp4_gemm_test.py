@@ -1,6 +1,7 @@
 """The FP4 GEMM without a GPU: its layout, the PTX that decodes, the tile algorithm, and the kernel by interpreter."""
 
 import functools
+import json
 import re
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.fp4_gemm import decode, layout, mosaic, reference, tiling
+from pallas_kernels.fp4_gemm import bench, decode, layout, measure, mosaic, prove, reference, shapes, tiling
 from pallas_kernels.fp4_gemm.tiling import Config
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
@@ -315,3 +316,98 @@ def test_an_old_jax_is_named():
     codes, scales, _ = weights(64, 64)
     with pytest.raises(RuntimeError, match=r"need JAX 0.11 or later, this is 0\.10"):
         mosaic.matmul(jnp.zeros((8, 64), jnp.bfloat16), pack(codes, scales))
+
+
+# The script for the GPU ----------------------------------------------------------------------------------------------
+
+
+def stand_in(x, w, *, config=None, **kwargs):
+    """The reference in the kernel's place, with the kernel's checks of the tiling."""
+    group, compensated = kwargs.get("group"), kwargs.get("residual") is not None
+    groups = None if group is None else group.shape[0]
+    block = groups and x.shape[0] // groups
+    tiling.check(config or tiling.choose(block or x.shape[0], w, compensated, groups), w, compensated, block)
+    return reference.matmul(x, w, **kwargs)
+
+
+PROOFS = dict(prove.cases())
+CHEAP = [
+    "every code x every scale byte",
+    "5 33 48 poison=True",
+    "127 33 48 residual=48",
+    "16 192 256 experts=6 nan=True",
+]
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_proof_knows_right_from_wrong(name, monkeypatch):
+    monkeypatch.setattr(mosaic, "matmul", stand_in)
+    assert PROOFS[name]() == {"ok": True}
+    last_bit = lambda y: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) ^ 1, y.dtype)  # noqa: E731
+
+    def off_by_one_bit(*args, **kwargs):
+        y = stand_in(*args, **kwargs)
+        return y.at[1, 2].set(last_bit(y[1, 2]))
+
+    monkeypatch.setattr(mosaic, "matmul", off_by_one_bit)
+    row = PROOFS[name]()
+    assert not row["ok"] and row["wrong"].startswith("1 of ") and row["repeats"]
+    assert row["first_got_wanted"][0] == (1, 2) and row["rows_wrong"] == [1] and row["columns_wrong"] == [2]
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", PROOFS)
+def test_kernel_on_a_gpu(name):
+    row = PROOFS[name]()
+    assert row["ok"], row
+
+
+def test_every_job_has_a_tiling_that_fits():
+    todo = bench.jobs(True, True, "")
+    timed = [job for about, job in todo if "what" in about and "XLA" not in about["what"]]
+    assert len(todo) == len({json.dumps(about) for about, _ in todo})
+    for job in timed:
+        shape, m, *rest = job.args
+        if job.func is measure.fp8_kernel:
+            continue
+        kind, config = rest
+        w = jax.eval_shape(functools.partial(measure.packed, shape=shape), jax.random.key(0))
+        rows, groups = (m, None) if shape.experts == 1 else (-(-m // 8) * 8, shape.experts)
+        compensated = kind.startswith("RAC")
+        config = config or tiling.choose(rows, w, compensated, groups)
+        tiling.check(config, w, compensated, rows if groups else None)
+    assert {job.args[:2] for job in timed} == {(shape, m) for shape in shapes.SHAPES for m in shapes.ROWS}
+
+
+def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
+    """A product on the CPU has a positive slope; a report from rows names failures, ratios and tilings to keep."""
+    monkeypatch.setattr(measure, "_RUN_SECONDS", 0.002)
+    row = measure.xla(shapes.Shape("tiny", 64, 64), 8, "bfloat16")
+    assert row["us"] > 0 and row["sets"] == 16
+    assert row["bound_us"] == pytest.approx(1e6 * (64 * 64 * 2 + 2 * 8 * 128) / 4.46e12, abs=0.01)
+    large = shapes.SHAPES[0]
+    about = {"shape": large.name, "N": large.n, "K": large.k, "experts": 1, "M": 16}
+    times = {"W4A16": ("rule", 50.0), "FP8 XLA": (None, 80.0), "BF16 XLA": (None, 150.0)}
+    rows = [
+        about | {"what": what, "config": config} | measure.bound(large, 16, 1, "bf16", {"us": us})
+        for what, (config, us) in times.items()
+    ]
+    rows.append(rows[0] | {"config": "t16 c8 s2 w2 k1", "us": 40.0})
+    rows += [
+        {"prove": "good", "ok": True},
+        {"prove": "bad", "ok": False},
+        about | {"what": "W4A4", "ok": False, "error": "E"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
+    assert "(16, 32768, 8192, False): Config(16, 8, 2, 2, 1),  # M=16" in printed
+    assert (tmp_path / "roofline.png").stat().st_size > 0
+
+
+def test_a_failing_job_is_a_row(capsys):
+    bench.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
+    assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}
