@@ -256,6 +256,7 @@ def test_a_nan_scale_reaches_its_rows_only():
         ((5, 33, 256, 256, None), Config(8, 1, 3)),  # buffers are used again
         ((5, 200, 512, 128, None), Config(8, 2, 2, 1, 2)),  # the residual ends in the first part of K
         ((24, 128, 128, 128, 3), Config(8, 1, 2)),
+        ((13, 40, 192, 64, None), Config(8, 1, 2, 2, 3, True)),
     ],
 )
 def test_kernel_by_interpreter(shape, config):
@@ -280,7 +281,7 @@ def test_the_chosen_tiling_fits(m, n, k, compensated):
 
 def test_errors_name_value_and_fix():
     codes, scales, _ = weights(64, 64)
-    w = pack(codes, scales)
+    w, wide = pack(codes, scales), pack(*weights(256, 64)[:2])
     x = jnp.zeros((16, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="K=232 is not a multiple of the block of 16: pad K to 240"):
         layout.pack(np.zeros((64, 116), np.uint8), np.zeros((64, 14), np.uint8))
@@ -301,10 +302,12 @@ def test_errors_name_value_and_fix():
         (Config(24, 1, 2), "tokens=24 of a tiling is none of"),
         (Config(8, 1, 2, 4), "warpgroups=4 does not divide the 2 row tiles of N=64"),
         (Config(8, 2, 2), "columns=2 x splits=1 does not divide the 1 column tiles of K=64"),
+        (Config(8, 1, 2, 2, 1, True), "t8 c1 s2 w2 k1 stacked needs a residual"),
+        (Config(128, 1, 2, 4), "needs 122 registers a thread and can have 96"),
         (Config(8, 1, 99), r"stages=99 of t8 c1 s99 w2 k1 take \d+ bytes"),
     ]:
         with pytest.raises(ValueError, match=message):
-            mosaic.matmul(x, w, config=config)
+            mosaic.matmul(x, wide if config.tokens == 128 else w, config=config)
     with pytest.raises(ValueError, match="blocks of 4 rows do not divide into token tiles of 8"):
         mosaic.matmul(x, w, group=jnp.zeros((4,), jnp.int32), config=Config(8, 1, 2))
     with pytest.raises(ValueError, match="blocks of 4 rows are not multiples of 8"):

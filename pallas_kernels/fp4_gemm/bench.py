@@ -10,6 +10,7 @@ run in a child process, which is started again after a job that crashed or hung:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -64,7 +65,8 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
     groups = None if shape.experts == 1 else shape.experts
     w = jax.eval_shape(lambda: measure.packed(jax.random.key(0), shape))
     yield job("W4A16", measure.fp4, "W4A16", None, config="rule")
-    for c in candidates(-(-m // 8) * 8 if groups else m, w, groups)[1:tilings]:
+    rows = -(-m // 8) * 8 if groups else m
+    for c in candidates(rows, w, groups)[1:tilings]:
         yield job("W4A16", measure.fp4, "W4A16", c, config=c)
     yield job("BF16 XLA", measure.xla, "bfloat16")
     yield job("FP8 XLA", measure.xla, "float8_e4m3fn")
@@ -77,6 +79,10 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
                 yield job("FP8 our kernel", measure.fp8_kernel, c, config=c)
     for kind in measure.KINDS[1:]:
         yield job(kind, measure.fp4, kind, None, config="rule")
+        rule = tiling.choose(rows, w, kind != "W4A4", groups)
+        other = dataclasses.replace(rule, stacked=not rule.stacked)
+        if kind != "W4A4" and tilings > 2 and _fits(other, w, True, rows if groups else None):
+            yield job(kind, measure.fp4, kind, other, config=other)
 
 
 def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
@@ -93,12 +99,12 @@ def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
         ]
     if len(found) > 4 and rule.splits > 1:
         found[2:2] = found[-2:]  # where K is split, how often matters most
-    return [c for c in dict.fromkeys(found) if _fits(c, w, rows if groups else None)]
+    return [c for c in dict.fromkeys(found) if _fits(c, w, False, rows if groups else None)]
 
 
-def _fits(c: Config, w: layout.Packed, block: int | None) -> bool:
+def _fits(c: Config, w: layout.Packed, compensated: bool, block: int | None) -> bool:
     try:
-        tiling.check(c, w, False, block)
+        tiling.check(c, w, compensated, block)
     except ValueError:
         return False
     return True

@@ -50,9 +50,13 @@ def matmul(
     tiling.check(c, w, compensated, block)
     operands = {"x": layout.arrange(x, c.tokens), "words": w.words, "scales": w.scales}
     if compensated:
-        width = c.columns * TILE
-        residual = jnp.pad(residual, ((0, 0), (0, -residual.shape[1] % width)))
-        operands["r"] = layout.arrange(residual, c.tokens)
+        width = w.k if c.stacked else -(-residual.shape[1] // (c.columns * TILE)) * c.columns * TILE
+        r = layout.arrange(jnp.pad(residual, ((0, 0), (0, width - residual.shape[1]))), c.tokens)
+        if c.stacked:
+            tiles = [a.reshape(-1, c.tokens, a.shape[1]) for a in (operands["x"], r)]
+            operands["x"] = jnp.concatenate(tiles, axis=1).reshape(-1, r.shape[1])
+        else:
+            operands["r"] = r
     if group is not None:
         operands["group"] = jnp.repeat(group, block // c.tokens)
     if c.splits > 1:
@@ -60,15 +64,14 @@ def matmul(
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
     token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale[:, 0]
     channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
-    channel = jnp.broadcast_to(channel, (channel.shape[0], w.n))
     operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
-    operands["channel_scale"] = jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
+    operands["channel_scale"] = channel if channel.shape[1] == 1 else jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
     return run(FourBit, c, operands, jnp.dtype(out_dtype), interpret)[0, :rows, : w.n]
 
 
 def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
     """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
-    m_tiles, row_tiles = operands["x"].shape[0] // c.tokens, operands["words"].shape[1] // kind.rows_of_words
+    m_tiles, row_tiles = operands["x"].shape[0] // stacked_tokens(c), operands["words"].shape[1] // kind.rows_of_words
     blocks = m_tiles * (row_tiles // c.warpgroups) * c.splits
     names = list(operands)
     scratch = kind.scratch(c, "r" in operands) | kind.barriers(c, "r" in operands)
@@ -84,6 +87,11 @@ def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: D
     out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, row_tiles * TILE), out_dtype)
     kernel = compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)
     return kernel(*operands.values())
+
+
+def stacked_tokens(c: Config) -> int:
+    """Rows of x in a tile, with those of the residual where they are among them."""
+    return c.tokens * (1 + c.stacked)
 
 
 def swizzled(columns: int) -> tuple[Any, Any]:
@@ -108,6 +116,7 @@ class FourBit:
         self.n = lax.rem(rest, row_groups)
         self.split = lax.div(rest, row_groups)
         self.tokens = pl.ds(self.m * c.tokens, c.tokens)
+        self.stacked_tokens = pl.ds(self.m * stacked_tokens(c), stacked_tokens(c))
         self.width = smem["x_smem"].shape[-1]
         steps = gmem["x"].shape[1] // self.width
         self.count = steps // c.splits
@@ -125,7 +134,7 @@ class FourBit:
     @staticmethod
     def scratch(c: Config, compensated: bool) -> dict[str, Any]:
         """Shared memory by name, but for the barriers."""
-        x = plgpu.SMEM((c.stages, c.tokens, c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
+        x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
         words = plgpu.SMEM((c.stages, c.warpgroups, 2 * c.columns, 256), jnp.uint32)
         scales = plgpu.SMEM((c.stages, c.warpgroups, c.columns, 128), jnp.uint16)
         return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if compensated else {})
@@ -142,7 +151,7 @@ class FourBit:
         return {
             "words": self.gmem["words"].at[self.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
             "scales": self.gmem["scales"].at[self.matrix, rows, pl.ds(k * c.columns, c.columns)],
-            "x": self.gmem["x"].at[self.tokens, pl.ds(k * self.width, self.width)],
+            "x": self.gmem["x"].at[self.stacked_tokens, pl.ds(k * self.width, self.width)],
         }
 
     def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
@@ -200,7 +209,8 @@ class FourBit:
             self._loop(step)
             return acc[...]
 
-        self._store(pl.run_scoped(scope, plgpu.ACC((TILE, c.tokens))))
+        y = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
+        self._store(y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
 
     def _loop(self, step: Callable[[Any, bool], None]) -> None:
         """step(i, compensated) for every step of this part of K."""
@@ -216,9 +226,7 @@ class FourBit:
         rows = pl.ds((self.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            y = y * (
-                self._spread("token_scale", self.tokens, 1) * self._spread("channel_scale", (self.matrix, rows), 0)
-            )
+            y = y * (self._spread("token_scale", self.tokens, 1) * self._channel_scale(rows))
         if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
         y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
@@ -226,6 +234,12 @@ class FourBit:
             out[...] = y.T
         else:
             decode.store_transposed(out, y)
+
+    def _channel_scale(self, rows: Any) -> Array:
+        """f32[64, tokens], from one number where the matrix has one."""
+        if self.gmem["channel_scale"].shape[1] == 1:
+            return jnp.broadcast_to(self.gmem["channel_scale"][self.matrix, 0], (TILE, self.c.tokens))
+        return self._spread("channel_scale", (self.matrix, rows), 0)
 
     def _spread(self, name: str, index: Any, axis: int) -> Array:
         """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""

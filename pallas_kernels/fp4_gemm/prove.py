@@ -49,10 +49,12 @@ def exact(
     experts: int = 0,
     poison: bool = False,
     nan: bool = False,
+    one_scale: bool = False,
     out_dtype: str = "float32",
 ) -> dict[str, Any]:
     """One product against float64, bit for bit, twice. residual: its leading channels. experts: as many blocks of m
     rows, of which the first has no matrix. poison: garbage in the weight's padding. nan: NaN in a scale of each kind.
+    one_scale: one global scale a matrix, not one a channel.
     """
     rng = np.random.default_rng(m * n + k + residual)
     codes, scales, values = weights(rng, max(experts, 1), n, k, FEW_BITS)
@@ -62,7 +64,7 @@ def exact(
         w = layout.Packed(w.words | ~full.words, w.scales | (~full.scales & np.uint16(0x7E7E)), n, k)
     rows = m * max(experts, 1)
     x, r = (rng.integers(-8, 9, (rows, width)).astype(np.float32) for width in (k, residual))
-    kwargs = {"token_scale": powers(rng, rows, 1), "channel_scale": powers(rng, max(experts, 1), n)}
+    kwargs = {"token_scale": powers(rng, rows, 1), "channel_scale": powers(rng, max(experts, 1), 1 if one_scale else n)}
     if nan:
         kwargs["token_scale"][rows // 2], kwargs["channel_scale"][-1, n // 2] = np.nan, np.nan
     ids = np.zeros(rows, np.int32)
@@ -162,8 +164,13 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(127, 33, 48, residual=48)
     add(5, 512, 2048, Config(8, 4, 4, 2, 1), residual=2048)
     add(5, 512, 2048, Config(8, 4, 4, 2, 4), residual=1040)
+    add(5, 512, 2048, Config(8, 4, 4, 2, 1, True), residual=2048)
+    add(37, 512, 2048, Config(16, 4, 3, 2, 4, True), residual=1040)
     add(64, 512, 2048, Config(64, 2, 3, 2, 1), residual=16)
+    add(64, 512, 2048, Config(64, 2, 3, 2, 1, True), residual=2048)
     add(16, 192, 256, experts=6)
+    add(16, 192, 256, experts=6, one_scale=True)
+    add(16, 192, 256, residual=256, experts=5)
     add(32, 192, 256, Config(8, 2, 3, 1, 2), residual=128, experts=5)
     add(16, 192, 256, experts=6, nan=True)
     add(5, 130, 192, nan=True)

@@ -18,7 +18,8 @@ _BLOCKS = 240  # nearly two for each of the 132 multiprocessors of an H100 or H2
 @dataclasses.dataclass(frozen=True)
 class Config:
     """tokens: rows of x that a block of threads multiplies; columns: 64-channel tiles of K a stage; stages: buffers in
-    shared memory; warpgroups: those that multiply, 64 rows of N each; splits: parts of K.
+    shared memory; warpgroups: those that multiply, 64 rows of N each; splits: parts of K. stacked: the residual's
+    products are further columns of each wgmma, over all of K, instead of a second wgmma over the residual's channels.
     """
 
     tokens: int
@@ -26,9 +27,11 @@ class Config:
     stages: int
     warpgroups: int = 2
     splits: int = 1
+    stacked: bool = False
 
     def __str__(self) -> str:
-        return f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
+        text = f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
+        return text + " stacked" * self.stacked
 
     def stage_bytes(self, compensated: bool) -> int:
         """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
@@ -50,7 +53,8 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
     The rule: the smallest token tile that holds the rows, at most 128; stages for two blocks a multiprocessor where
-    three fit; the fewest parts of K that give most multiprocessors two blocks.
+    three fit; the fewest parts of K that give most multiprocessors two blocks; up to 16 tokens a stacked
+    residual, since wgmma takes as long for 8 tokens as for 32.
     """
     fits = [t for t in TOKEN_TILES[:-1] if groups is None or rows % t == 0]
     if not fits:
@@ -67,19 +71,22 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     blocks = row_tiles // 2 * -(-rows // tokens) * (groups or 1)
     steps = tiles // columns
     splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
-    return Config(tokens, columns, stages, 2, next((s for s in splits if s * blocks >= _BLOCKS), splits[-1]))
+    split = next((s for s in splits if s * blocks >= _BLOCKS), splits[-1])
+    return Config(tokens, columns, stages, 2, split, stacked=compensated and tokens <= 16)
 
 
 def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
     """Raises ValueError, naming the value, for a tiling that does not fit. block: rows of a group's block, if any."""
     row_tiles, tiles = w.scales.shape[1:3]
+    if c.stacked and (not compensated or c.tokens > TOKEN_TILES[-1] // 2):
+        raise ValueError(f"{c} needs a residual and at most 128 tokens: leave stacked out")
     if c.tokens not in TOKEN_TILES:
         raise ValueError(f"tokens={c.tokens} of a tiling is none of {TOKEN_TILES}")
     if block is not None and block % c.tokens:
         raise ValueError(f"blocks of {block} rows do not divide into token tiles of {c.tokens}: take fewer tokens")
     if c.warpgroups < 1 or row_tiles % c.warpgroups:
         raise ValueError(f"warpgroups={c.warpgroups} does not divide the {row_tiles} row tiles of N={w.n}: take 1 or 2")
-    needed = c.tokens // 2 + 58  # sums, two decoded tiles, addresses: what ptxas took, up to a few
+    needed = c.tokens // 2 * (1 + c.stacked) + 58  # sums, two decoded tiles, addresses: what ptxas took, up to a few
     if needed > c.free_registers():
         raise ValueError(
             f"{c} needs {needed} registers a thread and can have {c.free_registers()}: take fewer warpgroups"
