@@ -175,8 +175,8 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
 
-        def step(i, compensated):
-            slot, k = lax.rem(i, c.stages), self.first + i
+        def step(i, slot, compensated):
+            k = self.first + i
             pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
             for name, source in self.copies(k).items():
                 plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot])
@@ -197,8 +197,7 @@ class FourBit:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
         def scope(acc):
-            def step(i, compensated):
-                slot = lax.rem(i, c.stages)
+            def step(_, slot, compensated):
                 plgpu.barrier_wait(smem["full"].at[slot])
                 if compensated:
                     plgpu.barrier_wait(smem["r_full"].at[slot])
@@ -212,14 +211,21 @@ class FourBit:
         y = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
         self._store(y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
 
-    def _loop(self, step: Callable[[Any, bool], None]) -> None:
-        """step(i, compensated) for every step of this part of K."""
-        first = 0
+    def _loop(self, step: Callable[[Any, Any, bool], None]) -> None:
+        """step(i, its buffer, compensated) for every step of this part of K."""
+
+        def loop(first, last, slot, compensated):
+            def body(i, slot):
+                step(i, slot, compensated)
+                return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
+
+            return lax.fori_loop(first, last, body, slot)
+
+        first, slot = 0, jnp.int32(0)
         if self.compensated is not None:
-            lax.fori_loop(0, self.compensated, lambda i, _: step(i, True), None)
-            first = self.compensated
+            first, slot = self.compensated, loop(0, self.compensated, slot, True)
         if first is not self.count:
-            lax.fori_loop(first, self.count, lambda i, _: step(i, False), None)
+            loop(first, self.count, slot, False)
 
     def _store(self, y: Array) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless K is split."""
