@@ -73,8 +73,8 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
     if groups is None:
         tokens = next(t for t in tiling.TOKEN_TILES if t >= m)
         splits = tiling.choose(m, w, False, None).splits
-        for columns, stages in ((4, 4), (4, 2)) if tokens <= 64 else ((2, 3),):
-            c = Config(tokens, columns, stages, 2, splits)
+        for columns, stages, warpgroups in ((4, 3, 2), (2, 5, 4)) if tokens <= 64 else ((2, 3, 2),):
+            c = Config(tokens, columns, stages, warpgroups, splits)
             if shape.k % (columns * splits * layout.TILE) == 0:
                 yield job("FP8 our kernel", measure.fp8_kernel, c, config=c)
     for kind in measure.KINDS[1:]:
@@ -89,7 +89,7 @@ def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
     """Tilings to try, the rule's first; those that do not fit are left out."""
     rule = tiling.choose(rows, w, False, groups)
     small = ((4, 4, 4), (8, 2, 2), (8, 2, 4), (4, 6, 2), (4, 3, 2), (8, 3, 2), (4, 6, 1), (2, 6, 2))
-    large = ((2, 4, 4), (4, 2, 2), (2, 4, 2), (2, 3, 4), (1, 6, 2), (2, 2, 2), (1, 4, 2), (1, 3, 2))
+    large = ((2, 4, 4), (4, 3, 4), (4, 4, 2), (2, 4, 2), (2, 6, 2), (1, 6, 2), (1, 4, 2), (2, 2, 2))
     found = [rule]
     for tokens in dict.fromkeys((min(2 * rule.tokens, 256) if rows > rule.tokens else rule.tokens, rule.tokens)):
         for columns, stages, warpgroups in small if tokens <= 16 else large:

@@ -72,7 +72,7 @@ def _decoder() -> Callable[..., Array]:
 
         def asm(ptx, inputs, outputs):
             kind = llvm.StructType.get_literal([i32] * outputs)
-            constraints = ",".join(["=r"] * outputs + ["r"] * len(inputs))
+            constraints = ",".join(["=&r"] * outputs + ["r"] * len(inputs))  # written before all inputs are read
             got = llvm.inline_asm(kind, inputs, ptx, constraints)
             return [llvm.extractvalue(i32, got, [i]) for i in range(outputs)]
 

@@ -12,7 +12,7 @@ _SLACK_BYTES = 2048  # barriers and alignment
 _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
-_BLOCKS = 240  # nearly two for each of the 132 multiprocessors of an H100 or H200
+_MOST = 120  # multiprocessors, of the 132 of an H100 or H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ TUNED: dict[tuple[int, int, int, bool], Config] = {}
 def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Config:
     """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
-    The rule: the smallest token tile that holds the rows, at most 128; stages for two blocks a multiprocessor where
-    three fit; the fewest parts of K that give most multiprocessors two blocks; up to 16 tokens a stacked
-    residual, since wgmma takes as long for 8 tokens as for 32.
+    The rule: the smallest token tile that holds the rows, at most 128. Up to 32 tokens two blocks share a
+    multiprocessor, beyond that registers allow one, with four warpgroups if possible. Stages fill the shared memory, up
+    to six; the fewest parts of K that occupy most multiprocessors. Up to 16 tokens a residual is stacked.
     """
     fits = [t for t in TOKEN_TILES[:-1] if groups is None or rows % t == 0]
     if not fits:
@@ -64,15 +64,18 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     if tuned is not None:
         return tuned
     row_tiles, tiles = w.scales.shape[1:3]
-    columns = next(c for c in (4, 2, 1) if tiles % c == 0 and c * tokens <= 256)
-    stage = Config(tokens, columns, 1).stage_bytes(compensated)
-    free = _SHARED_BYTES - 2 * _SLACK_BYTES
-    stages = next((s for s in (6, 5, 4, 3) if s * stage <= free // 2), free // stage)
-    blocks = row_tiles // 2 * -(-rows // tokens) * (groups or 1)
+    stacked = compensated and tokens <= 16
+    alone = tokens >= 64
+    warpgroups = 4 if tokens == 64 and row_tiles % 4 == 0 else 2
+    free = (_SHARED_BYTES - _SLACK_BYTES) // (1 if alone else 2) - _SLACK_BYTES
+    stage = {n: Config(tokens, n, 1, warpgroups).stage_bytes(compensated) for n in ((2, 1) if alone else (4, 2, 1))}
+    columns = next(n for n in stage if tiles % n == 0 and (3 * stage[n] <= free or n == 1))
+    stages = next(s for s in (6, 5, 4, 3, 2) if s * stage[columns] <= free)
+    blocks = row_tiles // warpgroups * -(-rows // tokens) * (groups or 1)
     steps = tiles // columns
     splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
-    split = next((s for s in splits if s * blocks >= _BLOCKS), splits[-1])
-    return Config(tokens, columns, stages, 2, split, stacked=compensated and tokens <= 16)
+    enough = (s for s in splits if s * blocks >= (_MOST if alone else 2 * _MOST))
+    return Config(tokens, columns, stages, warpgroups, next(enough, splits[-1]), stacked)
 
 
 def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
