@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -207,7 +208,9 @@ def report(folder: Path) -> None:
         )
         print(f"{shape:37s} M={m:<4d} {what:14s} {reached}  over {', '.join(PEERS)}: {ratios}  {row.get('config', '')}")
     _tunings(rows, best)
-    if best:
+    if best and importlib.util.find_spec("matplotlib") is None:
+        print(f"no picture without matplotlib: install it and run --report {folder}")
+    elif best:
         plot(rows, folder / "roofline.png")
 
 
