@@ -64,13 +64,16 @@ IMPLEMENTATIONS: dict[str, Grouped] = {
 }
 
 
+def _on_hopper() -> bool:
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
 def _fp4_mosaic(*args: Any, **kwargs: Any) -> Array:
     """`fp4_reference.matmul` by the Hopper kernel. Raises RuntimeError on another device."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or not device.compute_capability.startswith("9."):
+    if not _on_hopper():
         raise RuntimeError(
-            f"implementation fp4_mosaic runs on GPUs of compute capability 9, this is {device.device_kind}: choose "
-            "fp4_reference or None"
+            "implementation fp4_mosaic runs on GPUs of compute capability 9, this is "
+            f"{jax.devices()[0].device_kind}: choose fp4_reference or None"
         )
     from pallas_kernels.fp4_gemm import mosaic  # Pallas' GPU backend, which nothing else needs
 
@@ -87,9 +90,8 @@ AUTOMATIC_ON_HOPPER: str | None = None
 
 def choose_packed(implementation: str | None) -> Callable[..., Array] | None:
     """The GEMM of packed weights by name; None where weights are decoded first. An unknown name raises."""
-    if implementation is None and AUTOMATIC_ON_HOPPER is not None:
-        hopper = getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
-        return PACKED_IMPLEMENTATIONS[AUTOMATIC_ON_HOPPER] if hopper else None
+    if implementation is None and AUTOMATIC_ON_HOPPER is not None and _on_hopper():
+        return PACKED_IMPLEMENTATIONS[AUTOMATIC_ON_HOPPER]
     if implementation not in (None, *IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS):
         raise _unknown(implementation)
     return PACKED_IMPLEMENTATIONS.get(implementation)

@@ -103,7 +103,8 @@ def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, BlockTensor):
             return leaf
-        if _reads_packed(leaf, leaf.fmt, dtype, implementation):
+        automatic = implementation is None and choose_packed(None) and can_read_packed(leaf.fmt, dtype)
+        if automatic or _reads_packed(leaf, leaf.fmt, dtype, implementation):
             return arrange(leaf, permuted=leaf.layout == _PERMUTED)
         return _decoded(leaf, dtype)
 
@@ -321,11 +322,15 @@ def project(
 
 
 def _reads_packed(w: Any, fmt: BlockFormat | None, dtype: str, implementation: str | None) -> bool:
-    """Whether a product reads its weight packed. Raises ValueError where a named implementation cannot."""
+    """Whether a product reads its weight packed: where `unpack` chose so, or by name. Raises ValueError where a named
+    implementation cannot.
+    """
     if fmt is None or choose_packed(implementation) is None:
         return False
+    if implementation is None:
+        return isinstance(w, Arranged)
     can = isinstance(w, BlockTensor | Arranged) and can_read_packed(fmt, dtype)
-    if not can and implementation is not None:
+    if not can:
         raise ValueError(
             f"implementation {implementation} multiplies packed NVFP4 weights in bfloat16, not a {type(w).__name__} "
             f"under {fmt.name} in {dtype}: pack the weight, or choose implementation None"

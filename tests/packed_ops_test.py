@@ -132,3 +132,16 @@ def test_roles_without_quantized_weights_take_no_notice():
 
 def test_nothing_is_automatic_yet():
     assert implementations.AUTOMATIC_ON_HOPPER is None and ops.choose_packed(None) is None
+
+
+def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
+    x, w = normal(M, K), normal(N, K, seed=1)
+    nvfp4, fp8 = jax.jit(lambda w: (quantize(w, NVFP4, unit="expert"), quantize(w, FP8, unit="token")))(w)
+    monkeypatch.setattr(implementations, "AUTOMATIC_ON_HOPPER", NAME)
+    assert ops.choose_packed(None) is None  # this is no Hopper GPU
+    monkeypatch.setattr(implementations, "_on_hopper", lambda: True)
+    leaves = ops.unpack({"a": nvfp4, "b": fp8}, "bfloat16")
+    assert isinstance(leaves["a"], ops.Arranged) and isinstance(leaves["b"], ops.Operand)
+    assert isinstance(ops.unpack(nvfp4, "float32"), ops.Operand)
+    assert relative(ops.project(x, leaves["a"], W4A16), np.float64(ops.project(x, nvfp4, W4A16))) < 1e-6  # observed: 0
+    jax.grad(lambda x: ops.project(x, nvfp4, W4A16).sum())(x)  # packed weights elsewhere pass gradients on
