@@ -54,7 +54,7 @@ def test_dense_product(name):
     want, packed, arranged = both(p, order)(x, w)
     np.testing.assert_array_equal(packed, arranged)
     assert packed.shape == want.shape and packed.dtype == want.dtype
-    assert relative(packed, np.float64(want)) < 1e-6  # observed: 7.3e-8
+    assert relative(packed, np.float64(want)) < 1e-6  # observed: 6.4e-9
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A4", "RAC static", "RAC token"])
@@ -67,7 +67,7 @@ def test_grouped_product(name, block):
     x[sizes.sum() :] = np.nan
     want, packed, arranged = both(p, order, sizes, block)(x, w)
     np.testing.assert_array_equal(packed, arranged)
-    assert relative(packed, np.float64(want)) < 1e-6  # observed: 6.9e-8
+    assert relative(packed, np.float64(want)) < 1e-6  # observed: 8.1e-9
     assert not np.asarray(packed)[sizes.sum() :].any()
 
 
