@@ -268,6 +268,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.report:
         return report(args.report)
+    if args.child is None:
+        jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
     todo = jobs(args.prove, args.bench, args.only)
     if not todo:
         parser.error(f"nothing to do: choose --prove, --bench or --report (--only={args.only!r} may leave no job)")
