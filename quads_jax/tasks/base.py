@@ -113,6 +113,14 @@ class Task(abc.ABC):
     def is_correct(self, item: Item, response: str) -> bool:
         """Whether a finished response (text without eos) is right. Must not evaluate the text in any way."""
 
+    def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
+        """`is_correct` of each pair: for a verifier that works on many at once."""
+        return [self.is_correct(item, text) for item, text in zip(items, responses, strict=True)]
+
+    def figures(self) -> dict[str, float]:
+        """What the verifier counted since the last call, for the row of a step or an evaluation; most count nothing."""
+        return {}
+
     def item(self, seed: int, split: str, i: int) -> Item:
         """Item i of a seed, from its own `item_stream`.
 
@@ -154,5 +162,7 @@ class Task(abc.ABC):
         """
         if not len(items) == len(responses) == len(finished):
             raise ValueError(f"{len(items)} items, {len(responses)} responses, {len(finished)} finished: must be equal")
-        rows = zip(items, responses, finished, strict=True)
-        return np.array([bool(done) and self.is_correct(item, text) for item, text, done in rows], np.float32)
+        ended = [i for i, done in enumerate(finished) if done]
+        rewards = np.zeros(len(items), np.float32)
+        rewards[ended] = self.are_correct([items[i] for i in ended], [responses[i] for i in ended])
+        return rewards

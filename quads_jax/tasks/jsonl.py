@@ -5,12 +5,15 @@ import dataclasses
 import functools
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from quads_jax.config_tree import parse_json, show
+from quads_jax.config_tree import located, parse_json, show
 from quads_jax.tasks.base import HELD_OUT_ONE_IN, SPLITS, Item, Task, item_stream, uniform_int
+from quads_jax.tasks.math_answers import final_answer
 from quads_jax.tasks.tokenizer import UNKNOWN, CharTokenizer
+from quads_jax.tasks.verifiers import VERIFIERS
 
 FIELDS = ("prompt", "answer")
 CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))  # line feed and printable ASCII: 99 ids
@@ -18,8 +21,9 @@ CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))  # line feed and printa
 
 @dataclasses.dataclass(frozen=True)
 class Jsonl(Task):
-    """The lines of `file`, in UTF-8; line ends may be CRLF. A response is right if it is the answer, character by
-    character.
+    """The lines of `file`, in UTF-8; line ends may be CRLF. Under the strict verifier a response is right if it is the
+    answer, character by character; under math_verify also if its final answer is mathematically the same, by the rules
+    of `math_answers`, judged in worker processes.
 
     Without `held_out_file`, whose lines are then the held-out items, a hash of the prompt holds out one in
     `held_out_one_in` of them. Every pass over a split is a permutation of it: n items in a row from a multiple of n are
@@ -42,6 +46,7 @@ class Jsonl(Task):
     max_prompt: int | None = None  # characters; a longer line is refused; none: as long as the longest
     max_answer: int | None = None
     extra_characters: str = ""  # of the vocabulary, beyond CHARACTERS
+    verifier: str = "strict"  # of VERIFIERS
     sha256: str = dataclasses.field(init=False, repr=False)
     held_out_sha256: str = dataclasses.field(init=False, repr=False)
 
@@ -55,6 +60,9 @@ class Jsonl(Task):
         unfit = [c for c, n in collections.Counter(CHARACTERS + self.extra_characters + UNKNOWN).items() if n > 1]
         if unfit:
             raise ValueError(f"{self.name}: extra_characters repeats {unfit}: leave out ASCII, U+FFFD and repetitions")
+        if self.verifier not in VERIFIERS:
+            names = ", ".join(VERIFIERS)
+            raise ValueError(f"{self.name}: verifier={self.verifier!r} is unknown: choose one of {names}")
         for field in ("file", "held_out_file"):
             path = getattr(self, field)
             digest = hashlib.sha256(_content(field, path)).hexdigest() if path else ""
@@ -89,7 +97,17 @@ class Jsonl(Task):
         return items[_order(self.label, seed, split, again, len(items))[position]]
 
     def is_correct(self, item: Item, response: str) -> bool:
-        return response == item.answer
+        return self.are_correct([item], [response])[0]
+
+    def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
+        answers = [item.answer for item in items]
+        if verifier := VERIFIERS[self.verifier]:
+            return verifier.are_right(answers, responses)
+        return [response == answer for answer, response in zip(answers, responses, strict=True)]
+
+    def figures(self) -> dict[str, float]:
+        verifier = VERIFIERS[self.verifier]
+        return verifier.figures() if verifier else {}
 
 
 class _Read(NamedTuple):
@@ -109,6 +127,9 @@ def _tokenizer(extra: str) -> CharTokenizer:
 def _read(task: Jsonl) -> _Read:
     if not task.file:
         raise ValueError(f"{task.name}: file is empty: give one, by flags --set=task.file=FILE")
+    if verifier := VERIFIERS[task.verifier]:
+        with located(f"{task.name}: verifier={task.verifier}"):
+            verifier.require()
     places: dict[str, tuple[str, str]] = {}
     items = {"train": _lines(task, "file", task.sha256, places), "held_out": []}
     if task.held_out_file:
@@ -173,6 +194,8 @@ def _item(task: Jsonl, where: str, line: bytes) -> Item:
                 f"{where}: {field} holds {show(unknown)}, which the vocabulary has not: it is printable ASCII, line "
                 "feed and extra_characters"
             )
+    if task.verifier == "math_verify" and not final_answer(entry["answer"]):
+        raise ValueError(f"{where}: answer is {show(entry['answer'])}, in which math_verify finds no final answer")
     return Item(entry["prompt"], entry["answer"])
 
 

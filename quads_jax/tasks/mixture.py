@@ -1,6 +1,7 @@
 """Several tasks as one: every item belongs to one component and says so."""
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import math
@@ -79,6 +80,21 @@ class Mixture(Task):
 
     def is_correct(self, item: Item, response: str) -> bool:
         return self.component(item.task).is_correct(item, response)
+
+    def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
+        right = [False] * len(items)
+        for label in {item.task for item in items}:
+            rows = [i for i, item in enumerate(items) if item.task == label]
+            judged = self.component(label).are_correct([items[i] for i in rows], [responses[i] for i in rows])
+            for i, value in zip(rows, judged, strict=True):
+                right[i] = value
+        return right
+
+    def figures(self) -> dict[str, float]:
+        counted: collections.Counter[str] = collections.Counter()
+        for task in self.components:
+            counted.update(task.figures())
+        return dict(counted)
 
     def _choose(self, rng: random.Random) -> Task:
         bounds = list(itertools.accumulate(self.weights or [1.0] * len(self.components)))
