@@ -29,10 +29,12 @@ _ANSWER = re.compile(r"####|answer\s+is\b:?|answer\s*:", re.IGNORECASE)
 _MARKS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _DECIMAL = r"(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!,)\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
 _FRACTION = r"\\[dtc]?frac(?:\{-?\d+\}|\d)(?:\{\d+\}|\d)"
-_TIMES_TEN = r"(?:\\times|\\cdot|\*|×)10\^(?:\{[-+]?\d+\}|\d)"
-_SIGN = r"(?:\\?%|\^(?:\{\\circ\}|\\circ)|°|\\(?:text|mathrm|textrm)\{[^{}\d]*\}|[A-Za-z]{2,})"
+_TIMES_TEN = r"(?:\\times ?|\\cdot ?|\*|×)10\^(?:\{[-+]?\d+\}|\d)"
+_SIGN = r"(?:\\?%|\^(?:\{\\circ\}|\\circ)|°|\\(?:text|mathrm|textrm)\{[^{}\d]*\}| ?[A-Za-z]{2,})"
 _NUMBER = re.compile(
-    rf"(?:[A-Za-z]=)?[-+−]?\\?[$€£]?[-+−]?(?:{_DECIMAL}(?:/\d+|{_TIMES_TEN})?|\d*{_FRACTION}){_SIGN}?", re.ASCII
+    rf"(?:[A-Za-z]=)?(?:[-+−]?(?:\\?[$€£])?|\\?[$€£][-+−])"
+    rf"(?:{_DECIMAL}(?:/\d+|{_TIMES_TEN})?|\d*{_FRACTION}){_SIGN}?",
+    re.ASCII,
 )
 _NEVER = re.compile(r"(?<!\\)\$|[\n\r\0]|\\boxed(?![A-Za-z])")
 _WORD = re.compile(r"\\(?:text|mathrm|textrm|textbf)\{\s*([A-Za-z][A-Za-z ]*?)\s*\}|([A-Za-z][A-Za-z ]{2,}[A-Za-z])")
@@ -89,8 +91,8 @@ def _word(text: str) -> str:
 
 
 def _without_blanks(text: str) -> str:
-    """Without the blanks that mean nothing: those between digits do."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    """Without the blanks that mean nothing: between letters and digits they do."""
+    return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
 def load() -> Callable[[list[str]], bool]:
