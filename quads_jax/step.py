@@ -51,7 +51,7 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     """Checks the config against the model and resolves the recipe."""
     resolved = check_train(cfg)
     vocab = cfg.task.tokenizer.vocab_size
-    if model.vocab_size != vocab:
+    if not cfg.task.tokenizer.fits(model.vocab_size):
         raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
     absent = [role for role in cfg.recipe.roles if role not in DEFAULT_ROLES and role not in model_roles(model)]
     if absent or not set(cfg.recipe.roles) & model_roles(model):

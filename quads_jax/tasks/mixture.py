@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from quads_jax.tasks.base import Item, Task, item_stream
+from quads_jax.tasks.hf_tokenizer import HfTokenizer
 from quads_jax.tasks.reasoning_gym import ReasoningGym
 from quads_jax.tasks.tokenizer import CharTokenizer
 
@@ -55,7 +56,7 @@ class Mixture(Task):
             raise ValueError(f"mixture: weights={self.weights} must be finite, at least 0 and not all 0")
 
     @property
-    def tokenizer(self) -> CharTokenizer:
+    def tokenizer(self) -> CharTokenizer | HfTokenizer:
         return self.components[0].tokenizer
 
     @property
@@ -80,6 +81,9 @@ class Mixture(Task):
 
     def is_correct(self, item: Item, response: str) -> bool:
         return self.component(item.task).is_correct(item, response)
+
+    def prompt_ids(self, item: Item) -> Sequence[int]:
+        return self.component(item.task).prompt_ids(item)
 
     def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
         right = [False] * len(items)
