@@ -178,10 +178,11 @@ def _marks(loaded: _Loaded, prompts: Sequence[str]) -> dict[str, str]:
 
     The template sees the character, so that what it decides by the text of a message cannot depend on such a token.
     """
-    spelt = [token for token in loaded.special if any(token in prompt for prompt in prompts)]
+    every = "\n".join(prompts)  # one search a token: there may be hundreds of tokens and many prompts
+    spelt = [token for token in loaded.special if token in every]
     if not spelt:
         return {}
-    used = set(loaded.template).union(*map(set, prompts))
+    used = set(loaded.template) | set(every)
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
     return dict(zip(sorted(spelt, key=len, reverse=True), free, strict=False))
 

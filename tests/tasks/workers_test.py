@@ -180,6 +180,14 @@ def test_a_value_after_deaths_between_calls(pool):
     assert not dead & children()  # collected
 
 
+def test_a_process_that_reads_nothing_runs_out_of_time():
+    """More than its pipe holds, so that a write that waits would wait for ever."""
+    with Workers(JOB, seconds=0.5) as pool:
+        (pid,) = pids(pool, 1)
+        os.kill(pid, signal.SIGSTOP)
+        assert [outcome.fault for outcome in pool.run([["echo", "x" * 2**20], ["echo", 1]])] == ["timeout", ""]
+
+
 def test_threads_may_share_it(pool):
     """Also those that end: the kernel ends a process with the thread that started it."""
     results = {}
