@@ -121,6 +121,12 @@ def test_decoding_stops_at_any_stop_id_and_hides_nothing(folder):
         ours.encode("a\ud800")
 
 
+def test_an_id_between_others_that_is_no_token_shows(folder):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"four": 0, "?": 1, "<s>": 5}, unk_token="?"))
+    ours = read(folder(tokenizer=made.to_str(), tokenizer_config={"eos_token": "<s>"}))
+    assert ours.vocab_size == 6 and ours.decode([0, 3, 0, 5]) == "four\ufffdfour"
+
+
 def test_truncation_and_padding_of_the_file_are_left_out(folder, bpe):
     """Files that were saved from a training script often ask for both."""
     made = tokenizers.Tokenizer.from_str(bpe)
@@ -129,7 +135,8 @@ def test_truncation_and_padding_of_the_file_are_left_out(folder, bpe):
     ours = read(folder(tokenizer=made.to_str()))
     assert ours.decode(ours.encode("the answer is 15")) == "the answer is 15"
     (prompt,) = ours.encode_prompts(["the answer is 15"])
-    assert ours.encode("the answer is 15")[-2:] == prompt[-8:-6] or len(prompt) > 10
+    text = "<|im_start|>user\nthe answer is 15<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt == tokenizers.Tokenizer.from_str(bpe).encode(text, add_special_tokens=False).ids
 
 
 # Special ids --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def judged(tmp_path, monkeypatch):
     """A verifier by the job above, in the place of math_verify."""
     job = tmp_path / "job.py"
     job.write_text(JOB)
-    verifier = Verifier(job, "nothing", seconds=0.4, size=2)
+    verifier = Verifier(job, "nothing", seconds=1.0, size=2)
     monkeypatch.setitem(verifiers.VERIFIERS, "math_verify", verifier)
     yield verifier
     verifier.close()
@@ -95,12 +95,12 @@ def test_a_mixture_asks_each_component_at_once_and_adds_up(tmp_path, file, judge
 
 
 def test_many_answers_are_judged_side_by_side(file, judged):
-    """Four that hang for .4 seconds each, in two processes: .8 seconds and starts, not 1.6."""
+    """Four that hang for a second each, in two processes: two seconds and starts of processes, not four."""
     task = Jsonl(file=file, verifier="math_verify")
     task.reward([Item("?", "6")] * 2, ["6 ", "6 "], [True] * 2)
     began = time.monotonic()
     assert not task.reward([Item("?", "6")] * 4, ["hang"] * 4, [True] * 4).any()
-    assert 0.8 < time.monotonic() - began  # two rounds at least: each answer has its whole time
+    assert 2.0 < time.monotonic() - began < 3.9  # observed 2.3; each answer has its whole second
     assert task.figures()["verify/timeouts"] == 4
 
 

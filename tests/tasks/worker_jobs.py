@@ -25,6 +25,11 @@ def _everywhere(data):
     return "written"
 
 
+def _forge(data):
+    _everywhere(data)
+    time.sleep(60)
+
+
 def _forever(_):
     while True:
         pass
@@ -65,6 +70,7 @@ DO = {
     "exit": os._exit,
     "abort": lambda _: os.abort(),
     "everywhere": _everywhere,
+    "forge": _forge,
     "print": lambda text: print(text, flush=True) or sys.stderr.write(text),
     "evaluate": lambda text: eval(text),
     "recurse": lambda n: eval("(" * n + "1" + ")" * n),
