@@ -121,7 +121,7 @@ class HfTokenizer:
                 raise ValueError(f"token id {token} is negative: mask the positions that hold no token first")
             if token in loaded.stop:
                 break
-            if token >= loaded.vocabulary or loaded.control.id_to_token(token) is None:
+            if loaded.control.id_to_token(token) is None:
                 pieces += [loaded.control.decode(run, skip_special_tokens=False), UNKNOWN]
                 run = []
             else:
@@ -184,11 +184,11 @@ def _marks(loaded: _Loaded, prompts: Sequence[str]) -> dict[str, str]:
         return {}
     used = set(loaded.template) | set(every)
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-    return dict(zip(sorted(spelt, key=len, reverse=True), free, strict=False))
+    return dict(zip(spelt, free, strict=False))
 
 
 def _marked(loaded: _Loaded, prompt: str, marks: dict[str, str]) -> str:
-    for token, mark in marks.items():  # the longest first: one may hold another
+    for token, mark in marks.items():
         prompt = prompt.replace(token, mark)
     return prompt
 

@@ -272,6 +272,25 @@ def test_where_a_template_comes_from(folder):
     assert text("c", tokenizer_config=config | {"chat_template": named}) == "named 12"
 
 
+RENDERED = {  # by hand, from what jinja2 says of its options
+    "{% if true %}\n  a\n{% endif %}\n": "  a\n",  # no line end after a block
+    "    {% if true %}a{% endif %}": "a",  # no blanks before one
+    "{{ {'a': '<\u00e9>', 'b': [1, none]} | tojson }}": '{"a": "<\u00e9>", "b": [1, null]}',
+    "{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}": "012",
+    "{% generation %}a{{ 1 + 1 }}{% endgeneration %}b": "a2b",
+    "{{ bos_token }}{{ eos_token }}{{ pad_token }}.": "<s><|im_end|>.",  # those that are named
+    "{{ add_generation_prompt }}{{ tools }}{{ messages | length }}{{ messages[0].role }}": "TrueNone1user",
+}
+
+
+@pytest.mark.parametrize("template", RENDERED)
+def test_rendering_by_hand(template, folder):
+    config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "chat_template": template + "{{ messages[0].content }}"}
+    path = folder(tokenizer_config=config)
+    (ids,) = read(path).encode_prompts(["12+3="])
+    assert library(path).decode(ids, skip_special_tokens=False) == RENDERED[template] + "12+3="
+
+
 def test_the_day_of_a_prompt_is_fixed(folder):
     template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
     ours = read(folder(tokenizer_config={"eos_token": "<s>", "chat_template": template}))

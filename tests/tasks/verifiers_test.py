@@ -145,6 +145,7 @@ def test_a_reference_without_an_answer_is_refused(tmp_path, judged):
         (r"\boxed{42}" + "\nThe answer is 41", "42"),
         (r"\boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{[1, 2\}}", r"[1, 2\}"),  # an escaped brace closes nothing
         (r"\boxed{42} \boxed{41", ""),  # no way back to an earlier one
         (r"\boxed{}", ""),
         (r"\[ 42 \]", "42"),
@@ -211,6 +212,7 @@ RIGHT = [
     ("[1, 2)", [r"\left[1, 2\right)"]),
     ("x^2+2x+1", ["(x+1)^2", "1+2x+x^2"]),
     (r"\text{Tuesday}", ["Tuesday", r"\text{tuesday}", r"\boxed{\text{Tuesday}}"]),
+    ("Tuesday", ["tuesday", r"\text{Tuesday}"]),
     (r"so it is \boxed{7}", ["7", r"\boxed{7}"]),
 ]
 WRONG = [
@@ -222,6 +224,7 @@ WRONG = [
     (r"\{1, 2\}", [r"\{1, 2, 3\}", r"\{1\}", "1"]),
     ("[1, 2)", ["[1, 2]", "(1, 2)", r"[1, 2) \cup \{3\}"]),
     ("x^2+2x+1", ["x^2+2x+2", "y^2+2y+1"]),
+    ("Tuesday", ["yadseuT", "T", r"\text{yadseuT}"]),
     (r"\text{Tuesday}", ["yadseuT", r"\text{Tuesday or Monday}", "T u e s d a y s"]),
 ]  # fmt: skip
 
@@ -260,7 +263,8 @@ def test_hostile_answers_are_wrong_and_stopped(math, tmp_path):
 
 
 @NEEDS_LIBRARY
-def test_it_is_a_task(tmp_path):
+def test_it_is_a_task(tmp_path, math, monkeypatch):
+    monkeypatch.setitem(verifiers.VERIFIERS, "math_verify", math)
     path = lines(tmp_path / "lines.jsonl", [(f"half of {i}=", f"{i}/2") for i in range(40)])
     task = Jsonl(file=path, verifier="math_verify")
     check_train(TrainConfig(task=task))

@@ -20,6 +20,15 @@ JOB = Path(__file__).with_name("worker_jobs.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+OTHERS: set[int] = set()  # processes of this one that were there before a test
+
+
+@pytest.fixture(autouse=True)
+def others():
+    OTHERS.clear()
+    OTHERS.update(children())
+
+
 @pytest.fixture
 def pool():
     with Workers(JOB, seconds=10, size=2) as made:
@@ -27,11 +36,12 @@ def pool():
 
 
 def children() -> set[int]:
-    """Of this process, zombies included."""
+    """Processes that this test started and that have not been collected, zombies included."""
     found = set()
     for folder in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (folder / "children").read_text().split()))
-    return found
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found |= set(map(int, (folder / "children").read_text().split()))
+    return found - OTHERS
 
 
 def gone(pids, seconds=10):
