@@ -21,6 +21,7 @@ MAX_FRAME = 2**24  # bytes, of worker_process
 START_SECONDS = 60.0  # for the imports of a job
 MAX_VALUES = 1000  # that one process works on: caches of a library grow
 MOST = 8  # processes
+MAX_LOST = 3  # processes of one call that may die while they load their job, as for want of memory
 
 
 class Outcome(NamedTuple):
@@ -208,6 +209,7 @@ class _Batch:
         self._left = len(values)
         self._new, self._size, self._seconds = new, size, seconds
         self._running: list[_Process] = []
+        self._lost = 0
         self.outcomes = [Outcome()] * len(values)
 
     def run(self, idle: list[_Process]) -> list[_Process]:
@@ -285,7 +287,9 @@ class _Batch:
                     self._drop(process)  # it may have no memory left, or a state that the next value would see
         except (EOFError, ValueError) as error:
             if not process.ready:
-                raise error if isinstance(error, StartError) else StartError(str(error)) from error
+                self._lost += 1
+                if isinstance(error, StartError) or self._lost > MAX_LOST:
+                    raise StartError(str(error)) from error
             if process.at >= 0:
                 self._finish(process, Outcome(fault="crash", detail=str(error)))
             self._drop(process)

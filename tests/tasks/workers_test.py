@@ -246,6 +246,22 @@ def test_a_job_that_cannot_be_loaded(text, message, tmp_path):
             assert not children()
 
 
+def test_a_process_that_is_lost_while_it_loads_is_replaced(tmp_path):
+    marks = [tmp_path / name for name in "abc"]
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, pathlib\n"
+        f"for mark in map(pathlib.Path, {list(map(str, marks))!r}):\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os._exit(1)\n"
+        "load = lambda: lambda value: value\n"
+    )
+    with Workers(job, seconds=10) as pool:
+        assert pool.run([1, 2]) == [Outcome(1), Outcome(2)] and all(mark.exists() for mark in marks)
+        assert len(children()) == 1
+
+
 def test_a_job_that_takes_too_long_to_load(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "START_SECONDS", 0.3)
     job = tmp_path / "job.py"
