@@ -337,7 +337,7 @@ def check_warm_start(cfg: WarmStartConfig) -> None:
         check_model(cfg.model)
     if len(set(cfg.model.dense_layers)) < len(cfg.model.dense_layers):
         raise ValueError(f"model.dense_layers={cfg.model.dense_layers} names a layer twice: give each once")
-    if cfg.model.vocab_size != cfg.task.tokenizer.vocab_size:
+    if not cfg.task.tokenizer.fits(cfg.model.vocab_size):
         raise ValueError(
             f"model.vocab_size={cfg.model.vocab_size}, but the task's tokenizer has {cfg.task.tokenizer.vocab_size} ids"
         )
