@@ -170,7 +170,7 @@ def save(
     kind, config = LAYOUTS[layout], write_config(family, model)
     shapes = hf.parameter_shapes(model)
     hf.check_masters(params, shapes)
-    activations = _check_precision(precision)
+    activations = check_precision(precision)
     if activations != (inputs is not None):
         raise ValueError(
             f"precision {precision.name} {'needs' if activations else 'has no use for'} input scales: "
@@ -195,7 +195,7 @@ def save(
         hf.write_json(folder / file, (config if file == hf.CONFIG else {}) | added)
 
 
-def _check_precision(precision: Precision) -> bool:
+def check_precision(precision: Precision) -> bool:
     """Whether activations are quantized. Raises ValueError where no server has such a precision."""
     quantized = {role: precision.role(role) for role in ROLES if precision.role(role) != LayerPrecision()}
     formats = {(p.weight, p.activation) for p in quantized.values()}
