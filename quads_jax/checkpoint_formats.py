@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quads_jax import ops
 from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import FAMILIES, write_config
-from quads_jax.pack import gemm_role, is_packed, leaf_name, pack
+from quads_jax.pack import gemm_role, is_packed, leaf_name
 from quads_jax.precision import ROLES, LayerPrecision, Precision, make_precision
 from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.tensor import BlockTensor
@@ -176,23 +177,35 @@ def save(
             f"precision {precision.name} {'needs' if activations else 'has no use for'} input scales: "
             f"{'calibrate them' if activations else 'leave `inputs` out'}"
         )
-    packed = jax.tree.map(np.asarray, jax.jit(pack, static_argnums=2)(params, {}, precision))
-    masters = jax.tree.map(np.asarray, params)
+    params = _packed(params, precision)
     where = hf.places(model, FAMILIES[family])
     makers: dict[str, tuple[int, Callable[[], np.ndarray]]] = {}  # name: (bytes, the tensor)
     ignored = [hf.HEAD.removesuffix(".weight")] if model.tied_head else []
     for name, place in where.items():
-        leaf, shape = hf.leaf_at(packed, place[0]), hf.shape_at(shapes, place)
+        leaf, shape = hf.leaf_at(params, place[0]), hf.shape_at(shapes, place)
         if is_packed(leaf):
             makers |= _stored_weight(name, leaf, place, kind, inputs)
             continue
-        makers[name] = 2 * math.prod(shape), lambda place=place: hf.rounded(masters, place)
+        makers[name] = 2 * math.prod(shape), lambda place=place: hf.rounded(params, place)
         if len(shape) == 2 and name != hf.EMBEDDING:
             ignored.append(name.removesuffix(".weight"))
     folder = hf.new_folder(folder)
     hf.write_shards(folder, {name: size for name, (size, _) in makers.items()}, lambda name: makers[name][1]())
     for file, added in reversed(kind.describe(sorted(ignored), activations).items()):
         hf.write_json(folder / file, (config if file == hf.CONFIG else {}) | added)
+
+
+def _packed(params: Any, precision: Precision) -> Any:
+    """`pack.pack` of f32 masters, a leaf at a time and back in numpy; what is not quantized stays f32."""
+    prepare = jax.jit(ops.prepare_weight, static_argnums=1)
+
+    def one(path: Any, leaf: Any) -> Any:
+        role = gemm_role(leaf_name(path))
+        if role is None or precision.role(role).weight is None:
+            return np.asarray(leaf)
+        return jax.tree.map(np.asarray, prepare(leaf, precision.role(role)))
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def check_precision(precision: Precision) -> bool:

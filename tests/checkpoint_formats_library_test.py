@@ -1,5 +1,5 @@
-"""Our NVFP4 folders read by compressed-tensors itself, where it is installed: `pip install torch compressed-tensors`
-(run with 0.20.1 and torch 2.14.1, CPU).
+"""Our NVFP4 folders read by compressed-tensors itself, and by transformers with it, where they are installed:
+`pip install torch compressed-tensors transformers` (run with torch 2.14.1, 0.20.1 and 5.24.0, CPU).
 """
 
 import json
@@ -8,13 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from quads_jax.checkpoint_formats import LAYOUTS, save
+from quads_jax.checkpoint_formats import LAYOUTS, load, save
 from quads_jax.models import hf
-from quads_jax.pack import is_packed, lookup, pack
+from quads_jax.models.decoder import Decoder
+from quads_jax.pack import is_packed, leaf_name, lookup, pack
+from quads_jax.precision import LayerPrecision, make_precision
 from quads_jax.quant import tensor
-from tests.checkpoint_formats_test import MODELS, W4A4, W4A16, masters, scales_of
+from quads_jax.quant.formats import NVFP4
+from tests.checkpoint_formats_test import FOUR, MODELS, W4A4, W4A16, masters, scales_of
 
-reason = "torch and compressed-tensors read the folders of this file: pip install torch compressed-tensors"
+reason = "they read the folders of this file: pip install torch compressed-tensors transformers"
 torch = pytest.importorskip("torch", reason=reason)
 pytest.importorskip("compressed_tensors", reason=reason)
 FAMILY = "qwen3_moe"
@@ -52,7 +55,7 @@ def test_its_decompressor_gives_our_weights(folders):
         stored = {k.removeprefix(module): v for k, v in tensors.items() if k.startswith(module)}
         got = NVFP4PackedCompressor.decompress(stored, scheme)["weight"].float().numpy()
         expected = np.asarray(tensor.dequantize(leaf))[index]
-        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=0)  # two roundings to bf16; observed 0.9 of 2^-8
+        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=0)  # roundings to bf16; observed 2^-8
         seen += 1
     assert seen == 2 * 4 + 3 + 3 * 3  # attention of two layers, a dense MLP, three experts
 
@@ -86,3 +89,29 @@ def test_it_knows_the_scheme(precision, folders):
         assert (a is None) == (b is None)
         for field in ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic") if a else ():
             assert getattr(a, field) == getattr(b, field), (side, field)
+
+
+@pytest.mark.parametrize("precision", [W4A16, W4A4])
+def test_transformers_loads_a_dense_folder(precision, tmp_path):
+    """It cannot load MoE folders of this layout. It decompresses to bf16, .2 % off: far less than 4 bits are."""
+    transformers = pytest.importorskip("transformers", reason=reason)
+    model, params = MODELS["llama"], masters("llama")
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: np.float32(1 + 0.1 * a if leaf_name(path)[-1] == "scale" else 0.3 * a), params
+    )
+    inputs = scales_of(params) if precision is W4A4 else None
+    save(tmp_path / "x", params, model, "llama", precision, "compressed_tensors", inputs)
+    plain = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "x", dtype=torch.bfloat16, quantization_config=plain
+    )
+    tokens = np.random.default_rng(0).integers(0, 19, (2, 7)).astype(np.int32)
+    with torch.no_grad():
+        expected = theirs.eval().float()(torch.tensor(tokens)).logits.numpy()
+
+    def logits(params, weight):
+        layer = make_precision("x", LayerPrecision(weight=weight), FOUR, "float32")
+        return Decoder(model, layer).apply({"params": params}, tokens, np.ones(tokens.shape, bool))[0]
+
+    np.testing.assert_allclose(logits(load(tmp_path / "x").params, NVFP4), expected, rtol=0, atol=0.05)  # observed .017
+    assert np.abs(logits(params, None) - expected).max() > 0.5  # of unquantized weights; logits to 3

@@ -7,6 +7,7 @@ worked out by hand, what is refused.
 import functools
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from quads_jax.pack import gemm_role, is_packed, leaf_name, lookup, pack
 from quads_jax.precision import LayerPrecision, make_precision, recipe
 from quads_jax.quant import tensor
 from quads_jax.quant.formats import NVFP4
+from tests.pack_test import random_params
 
 FOLDER = Path(__file__).parent / "data" / "models"
 THEIRS = {"compressed_tensors": "qwen3_moe_nvfp4_ct", "modelopt": "qwen3_moe_nvfp4_modelopt"}
@@ -122,7 +124,7 @@ def test_other_libraries_models_give_their_logits(layout):
         lambda p: Decoder(read.model, weights_only).apply({"params": p}, tokens, np.ones(tokens.shape, bool))[0]
     )
     logits, expected = run(read.params), refs["w4a16/full/logits"]
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)  # observed 2e-5, logits up to 12
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)  # observed 2.5e-5, logits up to 15
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -453,6 +455,20 @@ def test_an_old_modelopt_folder_describes_itself_in_a_file_of_its_own(tmp_path):
     (folder / "hf_quant_config.json").unlink()
     with pytest.raises(ValueError, match="quant_method=None"):
         load(folder)
+
+
+def test_memory_of_loading_is_the_result_and_a_tensor(tmp_path):
+    """tracemalloc sees numpy's arrays; the folder is four times as large as its largest tensor and more."""
+    model = ModelConfig(vocab_size=64, d_model=256, layers=4, experts=4, d_expert=512, head_dim=32, tied_head=False)
+    save(tmp_path / "x", random_params(model), model, "qwen3_moe", W4A16, "modelopt")
+    result = sum(a.nbytes for a in jax.tree.leaves(load(tmp_path / "x").params))  # also imports and traces what stays
+    tracemalloc.start()
+    try:
+        load(tmp_path / "x")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result < peak < 1.2 * result  # observed 1.13: names and places, the largest tensor is .02
 
 
 def test_a_loaded_folder_computes_what_the_rollout_did(tmp_path):

@@ -37,8 +37,8 @@ def upcycle(
     """
     if model.experts:
         raise ValueError(f"the model has {model.experts} experts already: upcycling takes a dense one")
-    if experts < 2:
-        raise ValueError(f"experts={experts} must be at least 2")
+    if not 2 <= experts <= 2**16:
+        raise ValueError(f"experts={experts} must be at least 2 and at most {2**16}")
     if not 0 <= noise <= 10:
         raise ValueError(f"noise={noise} must be at least 0 and at most 10 times a weight's root mean square")
     sparse = dataclasses.replace(model, experts=experts, top_k=top_k, d_expert=model.d_mlp, renormalize=True)
