@@ -75,6 +75,7 @@ class Layout:
 
 def _compressed_tensors(ignored: list[str], activations: bool) -> dict[str, dict[str, Any]]:
     numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    numbers["scale_dtype"] = "torch.float8_e4m3fn"  # else the library leaves activation scales in f32
     # vLLM asks for the projections of experts by names that not every family has on disk
     ignored = ["re:.*[.]experts[.].*", *ignored] if any(".experts." in name for name in ignored) else ignored
     group = {

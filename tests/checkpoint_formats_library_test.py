@@ -87,7 +87,7 @@ def test_it_knows_the_scheme(precision, folders):
     for side in ("weights", "input_activations"):
         a, b = getattr(ours, side), getattr(preset, side)
         assert (a is None) == (b is None)
-        for field in ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic") if a else ():
+        for field in ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "scale_dtype") if a else ():
             assert getattr(a, field) == getattr(b, field), (side, field)
 
 
@@ -115,3 +115,21 @@ def test_transformers_loads_a_dense_folder(precision, tmp_path):
 
     np.testing.assert_allclose(logits(load(tmp_path / "x").params, NVFP4), expected, rtol=0, atol=0.05)  # observed .017
     assert np.abs(logits(params, None) - expected).max() > 0.5  # of unquantized weights; logits to 3
+
+
+def test_its_activations_under_our_input_scale(folders):
+    """What a server does with it: x is quantized with the stored scale as the tensor's. Some of x lies beyond it."""
+    from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    config, tensors = folders["compressed_tensors"]
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    module = torch.nn.Linear(16, 16)
+    module.quantization_status = QuantizationStatus.COMPRESSED
+    module.input_global_scale = tensors["model.layers.1.self_attn.o_proj.input_global_scale"]
+    amax = 2688 * scales_of(masters(FAMILY))["run_1", "attention", "out"][0]
+    x = np.float32(np.random.default_rng(0).normal(size=(64, 16)) * amax / 3)
+    got = forward_quantize(module, torch.tensor(x), "input", scheme.input_activations).numpy()
+    expected = tensor.quantize_dequantize(x, NVFP4, unit="tensor", amax=amax)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)  # an ulp: it divides by the scale
+    assert np.abs(got - tensor.quantize_dequantize(x, NVFP4, unit="tensor", amax=4 * amax)).max() > 0.01 * amax
