@@ -76,8 +76,8 @@ class Layout:
 def _compressed_tensors(ignored: list[str], activations: bool) -> dict[str, dict[str, Any]]:
     numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
     numbers["scale_dtype"] = "torch.float8_e4m3fn"  # else the library leaves activation scales in f32
-    # vLLM asks for the projections of experts by names that not every family has on disk
-    ignored = ["re:.*[.]experts[.].*", *ignored] if any(".experts." in name for name in ignored) else ignored
+    # servers ask for experts by names of projections that not every family has on disk
+    ignored = sorted({"re:.*[.]experts[.].*" if ".experts." in name else name for name in ignored})
     group = {
         "targets": ["Linear"],
         "format": "nvfp4-pack-quantized",
@@ -101,6 +101,10 @@ def _modelopt(ignored: list[str], activations: bool) -> dict[str, dict[str, Any]
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group = {"weights": numbers, "targets": ["Linear"]} | ({"input_activations": numbers} if activations else {})
     producer = {"name": "modelopt", "version": "quads_jax"}  # vLLM refuses another name
+    # SGLang asks for a layer's experts as one, ModelOpt writes them so
+    ignored = sorted(
+        {f"{name.partition('.experts.')[0]}.experts*" if ".experts." in name else name for name in ignored}
+    )
     config = {"config_groups": {"group_0": group}, "ignore": ignored, "quant_algo": algorithm}
     legacy = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ignored}
     return {
@@ -192,7 +196,7 @@ def save(
             ignored.append(name.removesuffix(".weight"))
     folder = hf.new_folder(folder)
     hf.write_shards(folder, {name: size for name, (size, _) in makers.items()}, lambda name: makers[name][1]())
-    for file, added in reversed(kind.describe(sorted(ignored), activations).items()):
+    for file, added in reversed(kind.describe(ignored, activations).items()):
         hf.write_json(folder / file, (config if file == hf.CONFIG else {}) | added)
 
 

@@ -185,7 +185,7 @@ def served_as(cfg: ExportConfig, rollout: Precision) -> str:
     if not _quantizes_activations(rollout):
         return "W4A16: 4-bit weights, 16-bit activations, as the rollout here"
     text = "W4A4 with one static input scale a GEMM, where the rollout here has one a token"
-    text += " (vLLM: W4A16 on GPUs without FP4)"
+    text += " (W4A16 on GPUs without FP4 units)"
     residual = any(rollout.role(role).residual is not None for role in ROLES)
     return text + ". No server has residual compensation, which this recipe's rollout uses" * residual
 
