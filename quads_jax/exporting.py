@@ -35,6 +35,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+# Of the config.json beside them: what the model here has no use for and servers do.
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class ExportConfig:
     task: Task = SHIPPED_TASK
     rows: int = 128
     seed: int = 0  # of these prompts
-    tokenizer: str | None = None  # folder of tokenizer files; none: init where it is a folder
+    tokenizer: str | None = None  # folder of tokenizer files and token ids; none: init where it is a folder
 
 
 def check_export(cfg: ExportConfig, model: ModelConfig) -> tuple[str, Recipe]:
@@ -157,10 +159,7 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
             tokens, valid, _ = supervised_batch(cfg.task, cfg.seed, "train", 0, cfg.rows)
             inputs = input_scales(params, model, recipe.rollout, tokens, valid)
         checkpoint_formats.save(folder, params, model, family, recipe.rollout, cfg.format, inputs)
-    source = Path(cfg.tokenizer or cfg.init)
-    copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    for name in copied:
-        shutil.copyfile(source / name, folder / name)
+    copied = _copy_tokenizer(Path(cfg.tokenizer or cfg.init), folder)
     record = {
         "init": cfg.init,
         "sha256": weights_sha256(cfg.init),
@@ -176,6 +175,18 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
     }
     write_json(folder / RECORD, record)
     return record
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
+    """Copies what `source` has of TOKENIZER_FILES, gives their names; TOKEN_KEYS too, of its config.json."""
+    copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    if (source / hf.CONFIG).is_file():
+        said = hf.read_json(source / hf.CONFIG)
+        taken = {key: said[key] for key in TOKEN_KEYS if key in said}
+        hf.write_json(folder / hf.CONFIG, hf.read_json(folder / hf.CONFIG) | taken)
+    return copied
 
 
 def served_as(cfg: ExportConfig, rollout: Precision) -> str:

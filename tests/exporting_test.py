@@ -134,6 +134,8 @@ def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
     folder.mkdir(), tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "model.safetensors").write_text("not copied")
+    theirs = {"eos_token_id": [2, 7], "max_position_embeddings": 8192, "hidden_size": 5}
+    (tokenizer / "config.json").write_text(json.dumps(theirs))
     params, model, _ = load_weights(weights)
     meta = {"config": {"recipe": {"name": "QUADS"}}, "steps": 2}
     save_weights(folder / "weights.msgpack", params, model, meta)
@@ -149,6 +151,9 @@ def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
     assert record["tokenizer_files"] == ["tokenizer.json"] and (tmp_path / "out/tokenizer.json").read_text() == "{}"
     cfg = dataclasses.replace(cfg, init=str(tmp_path / "out"), tokenizer=None)  # a folder brings its own
     assert export(cfg, tmp_path / "next")["tokenizer_files"] == ["tokenizer.json"]
+    for name in ("out", "next"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["eos_token_id"], config["max_position_embeddings"], config["hidden_size"]) == ([2, 7], 8192, 32)
 
 
 @pytest.mark.parametrize(
