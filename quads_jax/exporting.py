@@ -21,7 +21,7 @@ from quads_jax.metrics import read_metrics
 from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import FAMILIES, family_of, write_config
-from quads_jax.pack import gemm_role, leaf_name
+from quads_jax.pack import leaf_name
 from quads_jax.precision import ROLES, Precision, Recipe
 from quads_jax.quant.formats import NVFP4
 from quads_jax.step import model_roles, setup, supervised_batch
@@ -119,10 +119,8 @@ def input_scales(
         rows = slice(start, start + CALIBRATION_ROWS)
         inputs = gemm_inputs(params, {}, tokens[rows], valid[rows], model=model, precision=weights_only(precision))
         for path, (x, sizes) in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda a: isinstance(a, tuple)):
-            names = leaf_name(path)
-            if precision.role(gemm_role(names)).activation is not None:
-                amax = np.asarray(_amax(x, sizes))
-                found[names] = np.maximum(found.get(names, amax), amax)
+            amax = np.asarray(_amax(x, sizes))
+            found[leaf_name(path)] = np.maximum(found.get(leaf_name(path), amax), amax)
     for path, amax in found.items():
         if path[-2] == "experts":
             layer = amax.max(axis=1, keepdims=True)

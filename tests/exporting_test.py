@@ -14,7 +14,7 @@ from experiments import export as experiment
 from quads_jax import checkpoint_formats
 from quads_jax.checkpoints import load_weights, save_weights, weights_sha256
 from quads_jax.config import RecipeConfig
-from quads_jax.exporting import ExportConfig, check_export, export, input_scales
+from quads_jax.exporting import ExportConfig, check_export, export, input_scales, weights_only
 from quads_jax.inspection import gemm_inputs
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
@@ -23,6 +23,7 @@ from quads_jax.precision import recipe
 from tests import tiny
 from tests.pack_test import random_params
 
+WEIGHTS = weights_only(recipe("NAIVE").rollout)
 EXPERTS_OF_8 = dataclasses.replace(tiny.MODEL, layers=1, experts=8, top_k=1)
 
 
@@ -81,7 +82,7 @@ def test_nvfp4_holds_what_the_rollout_packs(layout, weights, tmp_path, capsys):
 
 def by_loops(params, model, tokens, valid):
     """The same from the recorded inputs, expert by expert; 0 where an expert got no row."""
-    recorded = gemm_inputs(params, {}, tokens, valid, model=model, precision=recipe("W4A16").rollout)["run_0"]
+    recorded = gemm_inputs(params, {}, tokens, valid, model=model, precision=WEIGHTS)["run_0"]
     found = {}
     for module, name in (("attention", "qkv"), ("attention", "out"), ("moe", "gate_up"), ("moe", "down")):
         x, sizes = recorded[module][name] if module == "attention" else recorded[module]["experts"][name]
@@ -125,8 +126,6 @@ def test_calibration_takes_the_largest_of_its_batches(monkeypatch):
             largest = np.broadcast_to(largest.max(axis=1, keepdims=True), largest.shape)
         assert (largest > 0).all()
         np.testing.assert_allclose(scale * 2688, largest, rtol=1e-6)
-    only = input_scales(params, model, recipe("NAIVE", roles=("experts",)).rollout, tokens, valid)
-    assert {path[-1] for path in only} == {"gate_up", "down"}
 
 
 def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
@@ -154,6 +153,12 @@ def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
     for name in ("out", "next"):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["eos_token_id"], config["max_position_embeddings"], config["hidden_size"]) == ([2, 7], 8192, 32)
+
+
+def test_calibration_sees_quantized_weights_and_whole_activations():
+    for role in ("experts", "attention", "mlp", "shared"):
+        assert WEIGHTS.role(role) == recipe("W4A16").rollout.role(role)
+    assert weights_only(recipe("QUADS").rollout) == dataclasses.replace(WEIGHTS, name=recipe("QUADS").rollout.name)
 
 
 @pytest.mark.parametrize(
