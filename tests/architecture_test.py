@@ -49,6 +49,7 @@ ALLOWED = {
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.inspection": ("quads_jax",),  # likewise
+    "quads_jax.exporting": ("quads_jax",),  # likewise
     "quads_jax.gaps": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
     "quads_jax.programs": ("quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl"),
