@@ -24,6 +24,7 @@ from quads_jax.config import TrainConfig, from_json
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.models.layers import GEMM_ROLES
+from quads_jax.models.routes import replayed
 from quads_jax.pack import is_packed, leaf_name
 from quads_jax.precision import Precision
 from quads_jax.programs import pack_program, scorer_of
@@ -75,10 +76,11 @@ def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
     for name in ("reward", "advantage"):
         rows = np.flatnonzero(~np.isfinite(values := np.asarray(getattr(batch, name))))
         yield from (f"{name}, row {row}: {values[row]}" for row in rows)
-    yield from _bad_activations("trainer's activation", state, batch, model, s.recipe.trainer)
+    replay = batch.routes if cfg.routing_replay else None
+    yield from _bad_activations("trainer's activation", state, batch, model, s.recipe.trainer, replay)
 
     scored, gradient_of, applied = _trainer_programs(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, cfg, s.shape)
-    logp, entropy = scored(state, batch)
+    logp, entropy, _ = scored(state, batch)
     yield from _bad_tokens("trainer log-prob", jnp.where(batch.mask, logp, 0.0), first)
     yield from _bad_tokens("trainer entropy", jnp.where(batch.mask, entropy, 0.0), first)
     data = minibatches(batch, logp, cfg, s.sampling.max_new_tokens)
@@ -89,7 +91,7 @@ def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
         if not np.isfinite(loss):
             if i:  # with the parameters that the minibatches before it left, over the whole batch
                 now = state.replace(params=params)
-                yield from _bad_activations(f"trainer's activation{at}", now, batch, model, s.recipe.trainer)
+                yield from _bad_activations(f"trainer's activation{at}", now, batch, model, s.recipe.trainer, replay)
             yield f"loss{at}: {loss}"
         bad = list(_bad_leaves(f"gradient{at}", grads, model))
         yield from bad
@@ -124,7 +126,7 @@ def _trainer_programs(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads), optax.tree.norm(updates)
 
-    scored = functools.partial(score_batch, score=score, chunk=chunk)
+    scored = functools.partial(score_batch, score=score, cfg=cfg, chunk=chunk)
     return jax.jit(scored), jax.jit(functools.partial(gradient, score=score, cfg=cfg)), jax.jit(applied)
 
 
@@ -160,9 +162,12 @@ def _bad_tokens(name: str, values: Any, first: int) -> Iterator[str]:
         yield f"{name}, row {row}, token {token - first}: {values[row, token]} ({int(bad.sum())} tokens in all)"
 
 
-def _bad_activations(what: str, state: TrainState, batch: RolloutBatch, model: ModelConfig, p: Precision) -> list[str]:
+def _bad_activations(
+    what: str, state: TrainState, batch: RolloutBatch, model: ModelConfig, p: Precision, replay: Any = None
+) -> list[str]:
     """The GEMM inputs that are not finite in one forward pass over the batch, in the order of the pass."""
-    counts = jax.device_get(_bad_inputs(state.params, state.quant, batch.tokens, batch.valid, model=model, precision=p))
+    seen = state.params, state.quant, batch.tokens, batch.valid, replay
+    counts = jax.device_get(_bad_inputs(*seen, model=model, precision=p))
     found, order = [], ["/".join(name) for name in GEMM_ROLES]
     for path, (bad, size) in jax.tree_util.tree_leaves_with_path(counts, is_leaf=lambda a: isinstance(a, _Count)):
         names = leaf_name(path)
@@ -179,9 +184,11 @@ class _Count(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("model", "precision"))
-def _bad_inputs(params: Any, quant: Any, tokens: Any, valid: Any, *, model: ModelConfig, precision: Precision) -> Any:
+def _bad_inputs(
+    params: Any, quant: Any, tokens: Any, valid: Any, replay: Any, *, model: ModelConfig, precision: Precision
+) -> Any:
     """The tree of GEMM leaves with `_Count`s of their recorded inputs (`models.layers.linear`)."""
-    variables = {"params": params, "quant": quant}
+    variables = {"params": params, "quant": quant} | replayed(replay, valid, model)
     _, recorded = Decoder(model, precision).apply(variables, tokens, valid, active=valid, mutable=["inputs"])
 
     def count(recorded: tuple) -> _Count:

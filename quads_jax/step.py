@@ -16,6 +16,7 @@ from quads_jax.config import TrainConfig, check_train
 from quads_jax.device import memory_phase
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.models.routes import moe_layers
 from quads_jax.pack import gemm_role, has_codes, leaf_name, packed_bytes
 from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.programs import (
@@ -58,6 +59,10 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
         raise ValueError(
             f"recipe.roles={','.join(cfg.recipe.roles)}: the model has no layer of role "
             f"{(absent or cfg.recipe.roles)[0]}; it has {', '.join(sorted(model_roles(model)))}"
+        )
+    if cfg.update.routing_replay and not moe_layers(model):
+        raise ValueError(
+            f"update.routing_replay=True has no effect: the model of init={cfg.init!r} has no MoE layer; leave it off"
         )
     return Setup(cfg, resolved, model, cfg.sampling(), (cfg.rollout.rows, cfg.task.prompt_len))
 

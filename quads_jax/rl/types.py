@@ -18,6 +18,7 @@ class RolloutBatch:
     version: jax.Array  # i32[B]: TrainState.step of the policy that sampled the row
     reward: jax.Array  # f32[B]
     advantage: jax.Array  # f32[B]
+    routes: jax.Array | None = None  # i8[B,T,L,k] (`models.routes`): experts that the rollout took; none: no MoE layer
     in_loss: jax.Array | None = None  # bool[B]: rows that the loss counts (dynamic sampling); none: all
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from quads_jax.models.routes import NO_ROUTE
 from quads_jax.rl.corrections import CORRECTIONS, LEVELS, MAX_BOUND, correction_weights
 from quads_jax.rl.losses import (
     LENGTH_NORMS,
@@ -30,7 +31,8 @@ from quads_jax.rl.losses import (
 from quads_jax.rl.types import RolloutBatch, TrainState
 
 # score(params, quant, tokens i32[b,T], valid bool[b,T]) -> (logp f32[b,T] of tokens[:,t] given the past, 0 at t = 0;
-# entropy f32[b,T] of the distribution that token t was drawn from), both in nats at the sampling temperature.
+# entropy f32[b,T] of the distribution that token t was drawn from), both in nats at the sampling temperature. Where
+# routes are wanted, also replay=[b,T,L,k], which MoE layers take, and record=True: their own ones are a third result.
 Score = Callable[..., tuple[jax.Array, jax.Array]]
 OLD_LOGP = ("trainer", "behaviour")
 
@@ -76,6 +78,7 @@ class UpdateConfig:
     correction_low: float = 0.0  # bounds of that ratio; IcePop is mis with 0.5 and 5
     correction_high: float = 2.0
     entropy_weight: float = 0.0  # of the entropy bonus; 0 is off
+    routing_replay: bool = False  # the trainer's MoE layers take the experts that the rollout took (R3)
     minibatches: int = 1  # optimizer steps a call
     microbatches: int = 1  # chunks a minibatch, gradients accumulated in f32; changes memory, not the result
 
@@ -155,7 +158,8 @@ def update(
     caller can look for the tensor and repeat the step (`quads_jax.guards`). With several minibatches that holds a
     second copy of parameters and optimizer state during the call. The metrics cover all that can go wrong: log-probs of
     both sides, rewards, loss, gradients, updates, and parameters that the batch did not reach.
-    Raises ValueError when B is not a multiple of minibatches * microbatches.
+    The routes of a batch that has some are compared with the trainer's own (`router_metrics`).
+    Raises ValueError when B is not a multiple of minibatches * microbatches, and on routing_replay without routes.
     """
     rows, chunks = batch.tokens.shape[0], cfg.minibatches * cfg.microbatches
     if rows % chunks:
@@ -163,7 +167,7 @@ def update(
             f"batch of {rows} rows does not divide into minibatches={cfg.minibatches} x microbatches="
             f"{cfg.microbatches} = {chunks} chunks; choose a batch that is a multiple of {chunks}"
         )
-    trainer_logp, entropy = score_batch(state, batch, score, rows // chunks)
+    trainer_logp, entropy, own = score_batch(state, batch, score, cfg, rows // chunks)
 
     def step(carry, minibatch):
         params, opt_state = carry
@@ -176,17 +180,42 @@ def update(
     data = minibatches(batch, trainer_logp, cfg, max_len)
     (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
     metrics = _metrics(state, batch, trainer_logp, entropy, logs) | _correction(batch, trainer_logp, cfg)[1]
+    if own is not None:
+        metrics |= router_metrics(batch.routes, own, _current(state, batch))
     finite = jnp.all(jnp.isfinite(jnp.stack([jnp.float32(value) for value in metrics.values()])))
     new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
     applied = jax.tree.map(lambda a, old: jnp.where(finite, a, old), new, {k: getattr(state, k) for k in new})
     return state.replace(**applied), metrics
 
 
-def score_batch(state: TrainState, batch: RolloutBatch, score: Score, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """(logp f32[B,T], entropy f32[B,T]) of the trainer's current policy, `chunk` rows at a time."""
-    chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), (batch.tokens, batch.valid))
-    scored = lax.map(lambda rows: score(state.params, state.quant, *rows), chunked)
-    return jax.tree.map(lambda x: x.reshape(batch.tokens.shape), scored)
+def score_batch(
+    state: TrainState, batch: RolloutBatch, score: Score, cfg: UpdateConfig, chunk: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(logp f32[B,T], entropy f32[B,T], own routes [B,T,L,k] where the batch has routes, else none) of the trainer's
+    current policy, `chunk` rows at a time.
+    """
+    options = {} if batch.routes is None else {"record": True}
+    data = {"tokens": batch.tokens, "valid": batch.valid} | _replayed(batch, cfg)
+    chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
+    scored = lax.map(lambda rows: _score_rows(score, state.params, state.quant, rows, **options), chunked)
+    logp, entropy, *own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scored)
+    return logp, entropy, own[0] if own else None
+
+
+def _replayed(batch: RolloutBatch, cfg: UpdateConfig) -> dict[str, jax.Array]:
+    """The routes that cfg has the trainer replay, beside the tokens of its rows."""
+    if not cfg.routing_replay:
+        return {}
+    if batch.routes is None:
+        raise ValueError("routing_replay=True on a batch without routes: the model has no MoE layer; leave it off")
+    return {"replay": batch.routes}
+
+
+def _score_rows(score: Score, params, quant, rows: dict[str, jax.Array], **options) -> tuple[jax.Array, ...]:
+    """`score` of the rows of `score_batch` or `minibatches`."""
+    if "replay" in rows:
+        options["replay"] = rows["replay"]
+    return score(params, quant, rows["tokens"], rows["valid"], **options)
 
 
 def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig, max_len: int) -> dict[str, jax.Array]:
@@ -203,6 +232,7 @@ def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig,
         "advantage": batch.advantage,
         "weights": weights if correction is None else weights * correction,
     }
+    data |= _replayed(batch, cfg)
     if cfg.entropy_weight:
         data["entropy_weights"] = weights
     return jax.tree.map(lambda x: x.reshape(cfg.minibatches, cfg.microbatches, -1, *x.shape[1:]), data)
@@ -230,7 +260,7 @@ def gradient(params, quant, minibatch, score, cfg):
     per_token = functools.partial(LOSSES[cfg.loss], **options)
 
     def objective(params, rows):
-        logp, entropy = score(params, quant, rows["tokens"], rows["valid"])
+        logp, entropy = _score_rows(score, params, quant, rows)
         mask, weights = rows["mask"], rows["weights"]
         loss, clipped = policy_loss(per_token, logp, rows["old_logp"], rows["advantage"], mask, weights)
         if cfg.entropy_weight:
@@ -246,8 +276,7 @@ def gradient(params, quant, minibatch, score, cfg):
 
 def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:
     """Every logged number of a step. The gap counts tokens of the current policy version only (gap/tokens of them)."""
-    current = batch.mask & (batch.version == state.step)[:, None]
-    return gap_metrics(batch.behaviour_logp, trainer_logp, current) | {
+    return gap_metrics(batch.behaviour_logp, trainer_logp, _current(state, batch)) | {
         "loss": jnp.mean(logs["loss"]),
         "clip_fraction": jnp.sum(logs["clipped"]) / jnp.maximum(jnp.sum(_loss_mask(batch)), 1),
         "entropy": masked_mean(entropy, batch.mask),  # nats a token, at the old policy
@@ -260,3 +289,21 @@ def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:
         "response_length": jnp.mean(jnp.sum(batch.mask, axis=1)),  # tokens, stop token included
         "truncation_rate": jnp.mean(~batch.finished),
     }
+
+
+def _current(state: TrainState, batch: RolloutBatch) -> jax.Array:
+    """bool[B,T]: the tokens that the current policy sampled."""
+    return batch.mask & (batch.version == state.step)[:, None]
+
+
+def router_metrics(routes: jax.Array, own: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """How far two sides' routers agree on the tokens that sampled ones were drawn from, those before tokens of mask
+    bool[B,T]; routes [B,T,L,k] of the rollout, own of the trainer, its own choices also where it replays.
+
+    router/agreement: share of the rollout's experts that are among the trainer's; router/exact: share of (token,
+    layer) with the same set. 0 where nothing is counted.
+    """
+    before = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))[..., None, None] & (routes != NO_ROUTE)
+    among = jnp.any(routes[..., :, None] == own[..., None, :], axis=-1)
+    exact = jnp.all(among, axis=-1)
+    return {"router/agreement": masked_mean(among, before), "router/exact": masked_mean(exact, before[..., 0])}
