@@ -27,10 +27,10 @@ from quads_jax.models.layers import GEMM_ROLES
 from quads_jax.models.routes import replayed
 from quads_jax.pack import is_packed, leaf_name
 from quads_jax.precision import Precision
-from quads_jax.programs import pack_program, scorer_of
+from quads_jax.programs import pack_program, replay_program, scorer_of
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import OptimConfig, UpdateConfig, gradient, make_optimizer, minibatches, score_batch
+from quads_jax.rl.update import OptimConfig, UpdateConfig, gradient, make_optimizer, minibatch, minibatches, score_batch
 from quads_jax.step import NonFinite, Setup, init_state, setup
 
 
@@ -83,10 +83,18 @@ def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
     logp, entropy, _ = scored(state, batch)
     yield from _bad_tokens("trainer log-prob", jnp.where(batch.mask, logp, 0.0), first)
     yield from _bad_tokens("trainer entropy", jnp.where(batch.mask, entropy, 0.0), first)
+    value = None
+    if cfg.zero_gap:
+        rollout = s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape
+        logp = value = replay_program(*rollout)(packed, state.quant, batch)
+        yield from _bad_tokens("replayed log-prob", jnp.where(batch.mask, value, 0.0), first)
     data = minibatches(batch, logp, cfg, s.sampling.max_new_tokens)
     params, opt_state = state.params, state.opt_state
     for i in range(cfg.minibatches):
-        part, at = jax.tree.map(lambda a, i=i: a[i], data), f" of minibatch {i}"
+        if cfg.zero_gap and i:
+            packed = pack_program(model, s.recipe.rollout)(params, state.quant)
+            value = replay_program(*rollout)(packed, state.quant, batch)
+        part, at = minibatch(data, i, value), f" of minibatch {i}"
         (loss, _), grads = gradient_of(params, state.quant, part)
         if not np.isfinite(loss):
             if i:  # with the parameters that the minibatches before it left, over the whole batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ from quads_jax.rl.shaping import overlong_penalty
 from quads_jax.rl.types import RolloutBatch, TrainState
 from quads_jax.rl.update import learning_rate, make_optimizer
 from quads_jax.tasks import Item, Task, mean_by_task
+from quads_jax.zero_gap import zero_gap_program
 
 CALIBRATION_ROWS = 256
 
@@ -125,7 +126,7 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
     """
     task, cfg = s.cfg.task, s.cfg.eval
     sampling = dataclasses.replace(s.sampling, temperature=0.0) if greedy else s.sampling
-    program = rollout_program(s.model, precision, sampling, task.tokenizer.pad_id, s.shape)
+    program = _rollout(s, precision, sampling)
     scores: list[float] = []
     asked: list[Item] = []
     for start in range(0, cfg.prompts, s.shape[0]):
@@ -182,6 +183,23 @@ def pack_weights(s: Setup, state: TrainState) -> Any:
         return jax.block_until_ready(pack_program(s.model, s.recipe.rollout)(state.params, state.quant))
 
 
+def _rollout(s: Setup, precision: Precision, sampling: SamplingConfig) -> Callable:
+    """`programs.rollout_program`; with update.zero_gap the one that the update runs again, which evaluations share."""
+    fixed = s.model, precision, sampling, s.cfg.task.tokenizer.pad_id, s.shape
+    if s.cfg.update.zero_gap and precision == s.recipe.rollout:
+        return rollout_program(*fixed, forcing=True)
+    return rollout_program(*fixed)
+
+
+def _update(s: Setup, state: TrainState, batch: RolloutBatch, packed: Any) -> tuple[TrainState, dict[str, Any]]:
+    """(state, metrics) after the update on a batch that `packed` sampled; the given state may be donated."""
+    fixed = s.cfg.optim, s.cfg.update, s.shape
+    if not s.cfg.update.zero_gap:
+        return update_program(s.model, s.recipe.trainer, s.sampling, *fixed)(state, batch)
+    sides = s.recipe.rollout, s.recipe.trainer, s.sampling, s.cfg.task.tokenizer.pad_id
+    return zero_gap_program(s.model, *sides, *fixed)(state, batch, packed)
+
+
 class _Clock:
     """Seconds since the last call."""
 
@@ -223,7 +241,7 @@ def rl_step(
     prompts, valid, items = drawn
     clock, seconds, before = _Clock(), {}, state.key
     key, rollout_key = jax.random.split(state.key)
-    program = rollout_program(s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    program = _rollout(s, s.recipe.rollout, s.sampling)
     with _phase(s, "rollout"):
         batch = program(packed, state.quant, prompts, valid, rollout_key, state.step)
         jax.block_until_ready(batch)
@@ -240,10 +258,9 @@ def rl_step(
         batch = batch.replace(in_loss=mixed)
     sampled = int(np.asarray(batch.mask).sum())
     seconds["reward"] = clock()
-    program = update_program(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, s.cfg.update, s.shape)
     with _phase(s, "update"):
         step = int(state.step) + 1
-        state, metrics = program(state.replace(key=key), batch)
+        state, metrics = _update(s, state.replace(key=key), batch, packed)
         metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
     if bad := {k: v for k, v in metrics.items() if not np.isfinite(v)}:
         raise NonFinite(step, state.replace(key=before), batch, bad)

@@ -53,9 +53,10 @@ ALLOWED = {
     "quads_jax.gaps": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
     "quads_jax.programs": ("quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl"),
+    "quads_jax.zero_gap": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.step": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.tasks",
-        "quads_jax.config", "quads_jax.device", "quads_jax.programs"),
+        "quads_jax.config", "quads_jax.device", "quads_jax.programs", "quads_jax.zero_gap"),
     "quads_jax.start": (
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.config", "quads_jax.checkpoints", "quads_jax.step"),
     "quads_jax.guards": (

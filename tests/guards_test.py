@@ -158,9 +158,9 @@ def searched(setup, state, monkeypatch):
         original = guards.scorer_of
 
         def changed(*static):
-            def score(params, *rows):
-                logp, entropy = original(*static)(params, *rows)
-                return change(logp, params), entropy
+            def score(params, *rows, **options):
+                logp, *rest = original(*static)(params, *rows, **options)
+                return change(logp, params), *rest
 
             return score
 

@@ -31,8 +31,8 @@ from tests.tiny import MODEL, TASK, params
 
 ALWAYS = (
     "reward gap/mean gap/max gap/p99 gap/over_ln2 kl/k1 kl/k3 ess clip_fraction entropy grad_norm response_length "
-    "truncation_rate router/agreement router/exact learning_rate param_norm sync/flipped tokens_per_s "
-    "seconds/pack seconds/rollout seconds/reward seconds/update"
+    "truncation_rate router/agreement router/exact learning_rate param_norm sync/flipped tokens_per_s seconds/pack "
+    "seconds/rollout seconds/reward seconds/update"
 ).split()
 
 

@@ -28,6 +28,7 @@ def rollout(
     prompt_valid: Array,
     key: Array,
     version: Array,
+    forced: Array | None = None,
     *,
     model: ModelConfig,
     precision: Precision,
@@ -42,6 +43,9 @@ def rollout(
     and advantage still zero; rows end with the first stop token (kept, in the mask) or are truncated. A row without any
     valid prompt token is undefined. Routes of a model with MoE layers are those of every token that was fed forward:
     prompt and sampled tokens but for a row's last one; NO_ROUTE elsewhere.
+
+    forced i32[B,max_new_tokens]: tokens that are taken where they are not DRAWN. Rows that were sampled before are
+    scored so by the very program that sampled them: at the same parameters the same bits (`quads_jax.zero_gap`).
     """
     prompts, prompt_valid = jnp.asarray(prompts), jnp.asarray(prompt_valid)
     rows, prompt_len = prompts.shape
@@ -55,7 +59,7 @@ def rollout(
 
     def draw(logits: Array, step: Array) -> tuple[Array, Array, Array]:
         keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(row_keys)
-        token, logp = sample(keys, logits, sampling)
+        token, logp = sample(keys, logits, sampling, None if forced is None else forced[:, step])
         return token, logp, jnp.isin(token, stop_ids)
 
     cache = init_cache(model, rows, prompt_len + steps, precision.dtype)

@@ -79,6 +79,7 @@ class UpdateConfig:
     correction_high: float = 2.0
     entropy_weight: float = 0.0  # of the entropy bonus; 0 is off
     routing_replay: bool = False  # the trainer's MoE layers take the experts that the rollout took (R3)
+    zero_gap: bool = False  # the trainer's log-probs are the rollout program's own, its gradient is its forward pass's
     minibatches: int = 1  # optimizer steps a call
     microbatches: int = 1  # chunks a minibatch, gradients accumulated in f32; changes memory, not the result
 
@@ -97,7 +98,21 @@ class UpdateConfig:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1 (3 in the paper), or none")
         if not self.entropy_weight >= 0:
             raise ValueError(f"entropy_weight={self.entropy_weight} must be >= 0 (0 is off)")
+        self._check_zero_gap()
         self._check_correction()
+
+    def _check_zero_gap(self):
+        if not self.zero_gap:
+            return
+        if self.old_logp == "behaviour":
+            raise ValueError("old_logp='behaviour' has no effect with zero_gap: the trainer's are the rollout's own")
+        if self.correction is not None:
+            raise ValueError(f"correction={self.correction!r} has no effect with zero_gap: its weights are all 1")
+        if self.minibatches == 1:
+            raise ValueError(
+                "zero_gap has no effect with minibatches=1: old log-probs are those of the only gradient then, so that "
+                "every ratio is 1, as with old_logp='trainer'; use minibatches=2 or more"
+            )
 
     def _check_correction(self):
         fields = {field.name: field.default for field in dataclasses.fields(self)}
@@ -159,27 +174,50 @@ def update(
     second copy of parameters and optimizer state during the call. The metrics cover all that can go wrong: log-probs of
     both sides, rewards, loss, gradients, updates, and parameters that the batch did not reach.
     The routes of a batch that has some are compared with the trainer's own (`router_metrics`).
-    Raises ValueError when B is not a multiple of minibatches * microbatches, and on routing_replay without routes.
+    Raises ValueError when B is not a multiple of minibatches * microbatches, on routing_replay without routes, and on
+    zero_gap.
     """
+    if cfg.zero_gap:
+        raise ValueError("zero_gap=True needs the rollout's program: use zero_gap.zero_gap_program instead of update")
+    scored = score_batch(state, batch, score, cfg, chunk_rows(batch, cfg))
+
+    def step(carry, minibatch):
+        return descend(*carry, state.quant, minibatch, score=score, optimizer=optimizer, cfg=cfg)
+
+    data = minibatches(batch, scored[0], cfg, max_len)
+    (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
+    return conclude(state, batch, scored, params, opt_state, logs, cfg)
+
+
+def chunk_rows(batch: RolloutBatch, cfg: UpdateConfig) -> int:
+    """Rows of a microbatch. Raises ValueError when the batch does not divide into them."""
     rows, chunks = batch.tokens.shape[0], cfg.minibatches * cfg.microbatches
     if rows % chunks:
         raise ValueError(
             f"batch of {rows} rows does not divide into minibatches={cfg.minibatches} x microbatches="
             f"{cfg.microbatches} = {chunks} chunks; choose a batch that is a multiple of {chunks}"
         )
-    trainer_logp, entropy, own = score_batch(state, batch, score, cfg, rows // chunks)
+    return rows // chunks
 
-    def step(carry, minibatch):
-        params, opt_state = carry
-        (loss, clipped), grads = gradient(params, state.quant, minibatch, score, cfg)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        logs = {"loss": loss, "clipped": clipped}
-        logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        return (optax.apply_updates(params, updates), opt_state), logs
 
-    data = minibatches(batch, trainer_logp, cfg, max_len)
-    (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
+def descend(params, opt_state, quant, minibatch, *, score, optimizer, cfg):
+    """One optimizer step on a minibatch of `minibatches`: ((params, optimizer state), its figures)."""
+    (loss, clipped), grads = gradient(params, quant, minibatch, score, cfg)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    logs = {"loss": loss, "clipped": clipped}
+    logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+    return (optax.apply_updates(params, updates), opt_state), logs
+
+
+def conclude(
+    state: TrainState, batch: RolloutBatch, scored: tuple, params, opt_state, logs, cfg: UpdateConfig, more=None
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """(new state, metrics) of a step from `state`; scored: of `score_batch`; logs: of `descend`, stacked; more: other
+    metrics of it.
+    """
+    trainer_logp, entropy, own = scored
     metrics = _metrics(state, batch, trainer_logp, entropy, logs) | _correction(batch, trainer_logp, cfg)[1]
+    metrics |= more or {}
     if own is not None:
         metrics |= router_metrics(batch.routes, own, _current(state, batch))
     finite = jnp.all(jnp.isfinite(jnp.stack([jnp.float32(value) for value in metrics.values()])))
@@ -238,6 +276,15 @@ def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig,
     return jax.tree.map(lambda x: x.reshape(cfg.minibatches, cfg.microbatches, -1, *x.shape[1:]), data)
 
 
+def minibatch(data: dict[str, jax.Array], i: jax.Array | int, value: jax.Array | None = None) -> dict[str, jax.Array]:
+    """The i-th of `minibatches`. value f32[B,T]: log-probs that the objective takes instead of the score's, which give
+    their gradient only (`with_value`).
+    """
+    if value is not None:
+        data = data | {"value": value.reshape(data["mask"].shape)}
+    return jax.tree.map(lambda a: a[i], data)
+
+
 def _loss_mask(batch: RolloutBatch) -> jax.Array:
     """bool[B,T]: the sampled tokens of the rows in the loss."""
     return batch.mask if batch.in_loss is None else batch.mask & batch.in_loss[:, None]
@@ -261,6 +308,8 @@ def gradient(params, quant, minibatch, score, cfg):
 
     def objective(params, rows):
         logp, entropy = _score_rows(score, params, quant, rows)
+        if "value" in rows:
+            logp = with_value(rows["value"], logp)
         mask, weights = rows["mask"], rows["weights"]
         loss, clipped = policy_loss(per_token, logp, rows["old_logp"], rows["advantage"], mask, weights)
         if cfg.entropy_weight:
@@ -272,6 +321,15 @@ def gradient(params, quant, minibatch, score, cfg):
 
     zero = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, params))
     return lax.scan(accumulate, zero, minibatch)[0]
+
+
+@jax.custom_vjp
+def with_value(value: jax.Array, x: jax.Array) -> jax.Array:
+    """value, with the gradient of x (straight-through)."""
+    return value
+
+
+with_value.defvjp(lambda value, x: (value, None), lambda _, g: (None, g))
 
 
 def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:

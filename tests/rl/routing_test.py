@@ -220,7 +220,7 @@ def test_a_step_with_replay_is_kept_and_repeated(tmp_path):
         str(tmp_path / "tiny.msgpack"),
         recipe=RecipeConfig(name="BF16"),
         rollout=RolloutConfig(prompts=4, group_size=2, max_new_tokens=NEW),
-        update=UpdateConfig(minibatches=2, routing_replay=True),
+        update=UpdateConfig(minibatches=2, routing_replay=True, zero_gap=True),
         eval=EvalConfig(prompts=8),
     )
     s = step.setup(cfg, MODEL)
