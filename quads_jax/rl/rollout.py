@@ -122,20 +122,22 @@ def score(
     precision: Precision,
     sampling: SamplingConfig,
     prompt_len: int,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """The full forward pass's view of sampled rows: tokens i32[b,T], valid bool[b,T] -> (logp f32[b,T], entropy
-    f32[b,T]), nats.
+    f32[b,T], nats; load f32[l,E]).
 
     logp[:,t] is of tokens[:,t] given the tokens before it, under the sampling distribution of `sampling` (its
     temperature); entropy is of that distribution. Both are 0 for t < prompt_len, where nothing was sampled and the head
-    is not run. Differentiable in params.
+    is not run. load: how many of the valid tokens each expert of each of the l MoE layers got, a choice of top_k
+    counting 1 / top_k. Differentiable in params.
     """
     decoder = Decoder(model, precision)
-    logits, _, _ = decoder.apply(
+    logits, _, loads = decoder.apply(
         {"params": params, "quant": quant}, tokens[:, :-1], valid[:, :-1], active=valid[:, :-1], first=prompt_len - 1
     )
     logprobs = processed_logprobs(logits, sampling)
     logp = take_last(logprobs, tokens[:, prompt_len:])
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     pad = ((0, 0), (prompt_len, 0))
-    return jnp.pad(logp, pad), jnp.pad(entropy, pad)
+    load = jnp.concatenate([run["share"] for run in loads]) if loads else jnp.zeros((0, 0))
+    return jnp.pad(logp, pad), jnp.pad(entropy, pad), load * jnp.sum(valid[:, :-1])

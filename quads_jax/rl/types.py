@@ -19,6 +19,7 @@ class RolloutBatch:
     reward: jax.Array  # f32[B]
     advantage: jax.Array  # f32[B]
     in_loss: jax.Array | None = None  # bool[B]: rows that the loss counts (dynamic sampling); none: all
+    ref_logp: jax.Array | None = None  # f32[B,T], nats: of tokens[:,t] under the reference policy; none: not read
 
 
 @flax.struct.dataclass
