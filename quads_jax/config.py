@@ -132,6 +132,7 @@ class EvalConfig:
     seed: int = 0
     greedy: bool = False  # also greedily, before step 1 and after the last, under the rollout's precision
     forced: int = 0  # answers of the BF16 policy of the start, which every evaluation scores through both sides
+    layers: bool = False  # on those answers also the difference of the two sides, layer by layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,6 +349,8 @@ def check_train(cfg: TrainConfig) -> Recipe:
         )
     if cfg.eval.forced > rows:
         raise ValueError(f"eval.forced={cfg.eval.forced} must be at most the {rows} rows of a step")
+    if cfg.eval.layers and not cfg.eval.forced:
+        raise ValueError("eval.layers=true compares both sides on the answers of eval.forced: set that, e.g. to 64")
     if cfg.recipe.refresh_every and not resolved.rollout.needs_order:
         raise ValueError(
             f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect on {resolved.label}: "

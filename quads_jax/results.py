@@ -21,7 +21,7 @@ GREEDY = "greedy"  # evaluations of the rollout's precision that take the likeli
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One seed of one recipe. `train` is {step: row}; `evals` is {precision or "greedy": {step: row}}; `forced` is
-    {step: row}, the gap on fixed sequences; all by rising step.
+    {step: row}, the gap on fixed sequences, and `layers` the sides' difference by layer on them; all by rising step.
     """
 
     label: str
@@ -31,6 +31,7 @@ class Run:
     steps: int | None  # planned
     info: dict[str, Any]  # run.json
     forced: dict[int, dict] = dataclasses.field(default_factory=dict)
+    layers: dict[int, dict] = dataclasses.field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -81,6 +82,7 @@ def load_run(folder: Path) -> Run:
                 for p in (*PRECISIONS, GREEDY)
             },
             forced={row["step"]: row for row in rows if row["kind"] == "forced"},
+            layers={row["step"]: row for row in rows if row["kind"] == "layers"},
             steps=_find(read_json(folder / "config.json"), "steps"),
             info=read_json(folder / "run.json"),
         )

@@ -26,6 +26,7 @@ from quads_jax.checkpoints import (
 from quads_jax.config import AlarmConfig, TrainConfig, changed_fields, run_hash
 from quads_jax.gaps import Sequences, fixed_sequences, forced_gap
 from quads_jax.guards import alarmed, explained
+from quads_jax.layer_errors import layer_errors
 from quads_jax.metrics import MetricsWriter, cut_back
 from quads_jax.rl.calibration import changed_channels
 from quads_jax.rl.types import RolloutBatch, TrainState
@@ -252,11 +253,15 @@ def _say_alarm(alarm: AlarmConfig, row: dict[str, Any], before: int) -> int:
 def _evaluated(
     s: Setup, state: TrainState, packed: Any, sequences: Sequences | None, step: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows of an evaluation: `evaluate_sides`, then kind "forced", the gap on fixed sequences, where there are."""
+    """The rows of an evaluation: `evaluate_sides`; then, where there are fixed sequences, kind "forced", the gap on
+    them, and where asked kind "layers".
+    """
     for row in evaluate_sides(s, state, packed, greedy=s.cfg.eval.greedy and step in (0, s.cfg.steps)):
         yield {"step": step, **row}
     if sequences is not None:
         yield {"kind": "forced", "step": step, **forced_gap(s, state.params, state.quant, sequences)}
+        if s.cfg.eval.layers:
+            yield {"kind": "layers", "step": step, **layer_errors(s, state.params, state.quant, sequences)}
 
 
 def _refresh(s: Setup, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, dict[str, float]]:

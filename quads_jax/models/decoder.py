@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
                 Block,
-                variable_axes={"params": 0, "quant": 0, "stats": 0, "inputs": 0},
+                variable_axes={"params": 0, "quant": 0, "stats": 0, "inputs": 0, "intermediates": 0},
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=length,
