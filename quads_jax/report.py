@@ -96,6 +96,7 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
             "gap, mean over steps": ("gap, mean (nats)", ".3g"),
             "gap p99, mean over steps": ("gap, p99 (nats)", ".3g"),
             "gap maximum, median over steps": ("gap, max (nats)", ".3g"),
+            "steps skipped by the alarm": ("steps skipped by the alarm", ".3g"),
             "entropy at the end": ("entropy (nats)", ".3g"),
             "sampling speed": ("tokens/s", ",.0f"),
             "time a run": ("minutes", ".1f"),

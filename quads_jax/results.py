@@ -150,6 +150,11 @@ def _mean(values: Iterable[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+def _total(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return float(sum(values)) if values else None
+
+
 def _median(values: Iterable[float]) -> float | None:
     values = list(values)
     return float(np.median(values)) if values else None
@@ -197,6 +202,7 @@ QUANTITIES: Quantities = {
     "teacher-forced gap after": ("nats", lambda run: _mean(_forced(run)[1:][-FINAL_EVALS:])),
     "greedy pass@1 before, rollout precision": ("%", lambda run: before(run.scores(GREEDY))),
     "greedy pass@1 after, rollout precision": ("%", lambda run: _last(run.scores(GREEDY))),
+    "steps skipped by the alarm": ("steps", lambda run: _total(run.series("alarm/skipped").values())),
     "entropy at the end": ("nats", lambda run: _mean(list(run.series("entropy").values())[-ENTROPY_STEPS:])),
     "sampling speed": ("tokens/s", lambda run: _median(list(run.series("tokens_per_s").values())[1:])),
     "time a run": ("minutes", lambda run: run.info["seconds"] / 60 if "seconds" in run.info else None),

@@ -217,6 +217,19 @@ def test_an_empty_folder_is_an_error(tmp_path):
         write_report(tmp_path)
 
 
+def test_steps_that_the_alarm_skipped_are_counted_where_it_is_on(tmp_path):
+    write_job(tmp_path, recipes=["BF16", "NAIVE"])
+    for label, skipped in (("BF16", ()), ("NAIVE", (0, 1, 1))):
+        folder = write_run(tmp_path, label, 0, steps=0)
+        with MetricsWriter(folder / "metrics.jsonl") as writer:
+            for step in range(1, 4):
+                figures = {"alarm/skipped": float(skipped[step - 1])} if skipped else {}
+                writer.write({"kind": "train", "step": step, "reward": 0.5, "gap/mean": 0.1, **figures})
+    shown = table(tmp_path)
+    assert dict(shown["NAIVE"])["steps skipped by the alarm"] == "2"
+    assert dict(shown["BF16"])["steps skipped by the alarm"] == "-"
+
+
 def test_rows_of_layers_become_a_picture_of_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
     write_job(tmp_path, recipes=["BF16", "NAIVE"])
     write_run(tmp_path, "BF16", 0)

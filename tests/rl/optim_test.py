@@ -1,6 +1,7 @@
 """Schedules against their formulas, Muon against its recipe worked out on singular values, a matrix at a time."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from quads_jax.config import TrainConfig, WarmStartConfig, check_train, check_warm_start
 from quads_jax.rl.optim import OptimConfig, decay_steps, learning_rate, make_optimizer, steps_done
 
 MUON = OptimConfig(name="muon", learning_rate=0.01, max_grad_norm=1e9)
@@ -36,11 +38,14 @@ def leaves(params):
     return {"/".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@functools.cache
+def compiled(cfg, steps):
+    return jax.jit(make_optimizer(cfg, steps).update)
+
+
 def run(cfg, params, gradients, steps=None):
     """(parameters, state) after a step a gradient."""
-    optimizer = make_optimizer(cfg, steps)
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    state, update = make_optimizer(cfg, steps).init(params), compiled(cfg, steps)
     for gradient in gradients:
         updates, state = update(gradient, state, params)
         params = optax.apply_updates(params, updates)
@@ -82,6 +87,14 @@ def test_the_length_of_a_run_matters_to_a_decaying_schedule_only():
         decay_steps(cosine, 4)
     with pytest.raises(ValueError, match="schedule='cosine' needs the optimizer steps"):
         make_optimizer(cosine)
+    warm_start = dataclasses.replace(WarmStartConfig(), steps=40, optim=dataclasses.replace(cosine, warmup_steps=40))
+    with pytest.raises(ValueError, match="optim: warmup_steps=40 leaves"):
+        check_warm_start(warm_start)
+    check_warm_start(dataclasses.replace(warm_start, steps=41))
+    train = TrainConfig(steps=2, optim=cosine)  # four optimizer steps
+    with pytest.raises(ValueError, match="optim: warmup_steps=4 leaves"):
+        check_train(train)
+    assert dataclasses.replace(train, steps=3).decay_steps == 6
 
 
 # Muon -----------------------------------------------------------------------------------------------------------------
