@@ -17,10 +17,11 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.pack import flipped_by_layer, flipped_share, pack
 from quads_jax.precision import Precision
 from quads_jax.rl.calibration import channel_statistics
+from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import DRAWN, SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import OptimConfig, Score, UpdateConfig, make_optimizer, update
+from quads_jax.rl.update import Score, UpdateConfig, score_rows, update
 
 
 def traced_once(fn: Callable, **jit_options: Any) -> Callable:
@@ -123,12 +124,15 @@ def update_program(
     optim: OptimConfig,
     cfg: UpdateConfig,
     shape: tuple[int, int],
+    decay: int | None = None,
+    gap_limit: float | None = None,
 ) -> Callable:
-    """(state, batch of prompts [shape]) -> (state, metrics); the state's buffers are donated."""
+    """(state, batch of prompts [shape]) -> (state, metrics); the state's buffers are donated. decay: `decay_steps` of
+    the optimizer; gap_limit as in `update`.
+    """
     scorer = scorer_of(model, precision, sampling, shape[1])
-    step = functools.partial(
-        update, score=scorer, optimizer=make_optimizer(optim), cfg=cfg, max_len=sampling.max_new_tokens
-    )
+    fixed = {"optimizer": make_optimizer(optim, decay), "cfg": cfg, "max_len": sampling.max_new_tokens}
+    step = functools.partial(update, score=scorer, **fixed, gap_limit=gap_limit)
     program = traced_once(step, donate_argnums=0)
 
     def run(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, dict[str, Any]]:
@@ -138,6 +142,22 @@ def update_program(
         return new.replace(quant=state.quant), metrics
 
     return run
+
+
+@functools.cache
+def logp_program(
+    model: ModelConfig, precision: Precision, sampling: SamplingConfig, shape: tuple[int, int], chunk: int
+) -> Callable:
+    """(params, quant, batch of prompts [shape]) -> log-probs f32[B,T] of a full forward pass, `chunk` rows at a time.
+    params: f32 masters, or packed ones that hold no codes.
+    """
+    scorer = scorer_of(model, precision, sampling, shape[1])
+
+    def logp(params: Any, quant: Any, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+        return score_rows(functools.partial(scorer, params, quant), {"tokens": tokens, "valid": valid}, chunk).logp
+
+    program = traced_once(logp)
+    return lambda params, quant, batch: program(params, read_orders(quant, precision), batch.tokens, batch.valid)
 
 
 @functools.cache

@@ -23,19 +23,10 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision
 from quads_jax.programs import pack_program, read_orders, replay_program, scorer_of, traced_once
 from quads_jax.rl.losses import masked_mean
+from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import (
-    OptimConfig,
-    UpdateConfig,
-    chunk_rows,
-    conclude,
-    descend,
-    make_optimizer,
-    minibatch,
-    minibatches,
-    score_batch,
-)
+from quads_jax.rl.update import UpdateConfig, chunk_rows, conclude, descend, minibatch, minibatches, score_batch
 
 
 @functools.cache
@@ -48,17 +39,18 @@ def zero_gap_program(
     optim: OptimConfig,
     cfg: UpdateConfig,
     shape: tuple[int, int],
+    decay: int | None = None,
 ) -> Callable:
     """(state, batch of prompts [shape], the packed weights that sampled it) -> (state, metrics), as
-    `rl.update.update` gives them. gap/hidden: what the values hide, mean |replay - trainer's forward pass| in nats over
-    the sampled tokens before the first optimizer step.
+    `rl.update.update` gives them. decay: `decay_steps` of the optimizer. gap/hidden: what the values hide, mean |replay
+    - trainer's forward pass| in nats over the sampled tokens before the first optimizer step.
     """
-    scorer, optimizer = scorer_of(model, trainer, sampling, shape[1]), make_optimizer(optim)
+    scorer, optimizer = scorer_of(model, trainer, sampling, shape[1]), make_optimizer(optim, decay)
 
     def prepare(state, batch, value):
-        forward, entropy, own = score_batch(state, batch, scorer, cfg, chunk_rows(batch, cfg))
-        hidden = masked_mean(jnp.abs(value - forward), batch.mask)
-        return (value, entropy, own), hidden, minibatches(batch, value, cfg, sampling.max_new_tokens)
+        scored = score_batch(state, batch, scorer, cfg, chunk_rows(batch, cfg))
+        hidden = masked_mean(jnp.abs(value - scored.logp), batch.mask)
+        return scored._replace(logp=value), hidden, minibatches(batch, value, cfg, sampling.max_new_tokens)
 
     def step(params, opt_state, quant, data, value, i):
         part = minibatch(data, i, value)
@@ -66,7 +58,7 @@ def zero_gap_program(
 
     def finish(state, batch, scored, hidden, params, opt_state, logs):
         logs = jax.tree.map(lambda *parts: jnp.stack(parts), *logs)
-        return conclude(state, batch, scored, params, opt_state, logs, cfg, {"gap/hidden": hidden})
+        return conclude(state, batch, scored, params, opt_state, logs, cfg, more={"gap/hidden": hidden})
 
     prepare, step, finish = (traced_once(f) for f in (prepare, step, finish))
     replay = replay_program(model, rollout, sampling, pad_id, shape)

@@ -50,6 +50,7 @@ ALLOWED = {
     "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.inspection": ("quads_jax",),  # likewise
     "quads_jax.exporting": ("quads_jax",),  # likewise
+    "quads_jax.layer_errors": ("quads_jax",),  # likewise, before train
     "quads_jax.gaps": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
     "quads_jax.programs": ("quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl"),

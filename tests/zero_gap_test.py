@@ -13,9 +13,10 @@ from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig
 from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
 from quads_jax.rl.calibration import channel_orders, channel_statistics
+from quads_jax.rl.optim import OptimConfig
 from quads_jax.rl.rollout import score
 from quads_jax.rl.sampling import SamplingConfig
-from quads_jax.rl.update import OptimConfig, UpdateConfig, update, with_value
+from quads_jax.rl.update import UpdateConfig, update, with_value
 from tests.resume_process import config, digest
 from tests.tiny import MODEL, TASK, params
 
@@ -75,7 +76,7 @@ def test_forced_tokens_are_taken_and_scored():
         assert batch.finished[row] == bool(stops.size)
     assert (answers[0] >= 0).all() and answers[0, :3].tolist() == forced[0, :3].tolist()
     scorer = functools.partial(score, model=MODEL, precision=FLOAT32, sampling=SAMPLING, prompt_len=P)
-    logp, _ = jax.jit(scorer)(params(), {}, batch.tokens, batch.valid)
+    logp, *_ = jax.jit(scorer)(params(), {}, batch.tokens, batch.valid)
     np.testing.assert_allclose(batch.behaviour_logp[batch.mask], np.asarray(logp)[batch.mask], atol=5e-5)
 
 

@@ -56,7 +56,7 @@ def program(cfg, precision, record=True, quick=False):
     def run(params, replay, tokens):
         valid, decoder = jnp.asarray(VALID), Decoder(cfg, precision)
         options = {"replay": replay, "record": record, "active": valid}
-        logits, _, own = routes.apply(decoder, {"params": params}, tokens, valid, **options)
+        logits, _, _, own = routes.apply(decoder, {"params": params}, tokens, valid, **options)
         return logits, own
 
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0} if quick else None)
