@@ -102,7 +102,8 @@ def test_replaying_the_trainers_own_routes_gives_its_bits():
     @functools.partial(jax.jit, static_argnames="record")
     def run(tree, replay, record):
         def loss(tree):
-            logp, entropy, _, *own = scorer(precision)(tree, {}, batch.tokens, batch.valid, replay=replay, record=record)
+            rows = batch.tokens, batch.valid
+            logp, entropy, _, *own = scorer(precision)(tree, {}, *rows, replay=replay, record=record)
             return jnp.sum(jnp.where(batch.mask, logp - 0.1 * entropy, 0.0)), (logp, *own)
 
         return jax.value_and_grad(loss, has_aux=True)(tree)
