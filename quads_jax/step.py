@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quads_jax.config import TrainConfig, check_train
+from quads_jax.config import AlarmConfig, TrainConfig, check_train
 from quads_jax.device import memory_phase
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.models.routes import moe_layers
 from quads_jax.pack import gemm_role, has_codes, leaf_name, packed_bytes
 from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.programs import (
     flipped_by_layer_program,
     flipped_program,
+    logp_program,
     pack_program,
     rollout_program,
     statistics_program,
@@ -28,11 +30,13 @@ from quads_jax.programs import (
 )
 from quads_jax.rl.advantage import ADVANTAGES, mixed_groups
 from quads_jax.rl.calibration import channel_orders
+from quads_jax.rl.kl import kl_reward
+from quads_jax.rl.optim import learning_rate, make_optimizer, steps_done
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.shaping import overlong_penalty
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import learning_rate, make_optimizer
 from quads_jax.tasks import Item, Task, mean_by_task
+from quads_jax.zero_gap import zero_gap_program
 
 CALIBRATION_ROWS = 256
 
@@ -51,13 +55,17 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     """Checks the config against the model and resolves the recipe."""
     resolved = check_train(cfg)
     vocab = cfg.task.tokenizer.vocab_size
-    if model.vocab_size != vocab:
+    if not cfg.task.tokenizer.fits(model.vocab_size):
         raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
     absent = [role for role in cfg.recipe.roles if role not in DEFAULT_ROLES and role not in model_roles(model)]
     if absent or not set(cfg.recipe.roles) & model_roles(model):
         raise ValueError(
             f"recipe.roles={','.join(cfg.recipe.roles)}: the model has no layer of role "
             f"{(absent or cfg.recipe.roles)[0]}; it has {', '.join(sorted(model_roles(model)))}"
+        )
+    if cfg.update.routing_replay and not moe_layers(model):
+        raise ValueError(
+            f"update.routing_replay=True has no effect: the model of init={cfg.init!r} has no MoE layer; leave it off"
         )
     return Setup(cfg, resolved, model, cfg.sampling(), (cfg.rollout.rows, cfg.task.prompt_len))
 
@@ -120,7 +128,7 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
     """
     task, cfg = s.cfg.task, s.cfg.eval
     sampling = dataclasses.replace(s.sampling, temperature=0.0) if greedy else s.sampling
-    program = rollout_program(s.model, precision, sampling, task.tokenizer.pad_id, s.shape)
+    program = _rollout(s, precision, sampling)
     scores: list[float] = []
     asked: list[Item] = []
     for start in range(0, cfg.prompts, s.shape[0]):
@@ -130,7 +138,8 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
         scores += rewards(task, items, batch, s.shape[1]).tolist()
         asked += items
     by_task = mean_by_task(asked, scores) if len(task.labels) > 1 else {}
-    return {"pass@1": float(np.mean(scores)), "n": cfg.prompts, **{f"pass@1/{k}": v for k, v in by_task.items()}}
+    means = {"pass@1": float(np.mean(scores)), "n": cfg.prompts, **{f"pass@1/{k}": v for k, v in by_task.items()}}
+    return means | task.figures()
 
 
 def evaluate_sides(s: Setup, state: TrainState, packed: Any, greedy: bool = False) -> Iterator[dict[str, Any]]:
@@ -159,21 +168,44 @@ def _phase(s: Setup, name: str) -> Any:
     rollout, update = s.cfg.rollout, s.cfg.update
     batch = f"lower rollout.prompts={rollout.prompts} or rollout.group_size={rollout.group_size}"
     longer = f"{batch}, or rollout.max_new_tokens={s.sampling.max_new_tokens}"
-    chunk = s.shape[0] // (update.minibatches * update.microbatches)
+    chunk = _chunk(s)
     advice = {
         "pack": "parameters, optimizer and two copies of packed weights fill the device: take a smaller model",
         "calibrate": f"{batch} (a refresh reads the rows of a step)",
         "rollout": longer,
+        "score": f"raise update.microbatches={update.microbatches} (now {chunk} rows at once), or {longer}",
         "update": f"raise update.microbatches={update.microbatches} (now {chunk} rows at once), or {longer}",
         "evaluate": f"{longer} (evaluations take eval.prompts={s.cfg.eval.prompts} in the batches of a step)",
     }
     return memory_phase(name, advice[name])
 
 
+def _chunk(s: Setup) -> int:
+    """Rows of a trainer's pass."""
+    return s.shape[0] // (s.cfg.update.minibatches * s.cfg.update.microbatches)
+
+
 def pack_weights(s: Setup, state: TrainState) -> Any:
     """The weight sync: what the rollout reads of the current parameters."""
     with _phase(s, "pack"):
         return jax.block_until_ready(pack_program(s.model, s.recipe.rollout)(state.params, state.quant))
+
+
+def _rollout(s: Setup, precision: Precision, sampling: SamplingConfig) -> Callable:
+    """`programs.rollout_program`; with update.zero_gap the one that the update runs again, which evaluations share."""
+    fixed = s.model, precision, sampling, s.cfg.task.tokenizer.pad_id, s.shape
+    if s.cfg.update.zero_gap and precision == s.recipe.rollout:
+        return rollout_program(*fixed, forcing=True)
+    return rollout_program(*fixed)
+
+
+def _update(s: Setup, state: TrainState, batch: RolloutBatch, packed: Any) -> tuple[TrainState, dict[str, Any]]:
+    """(state, metrics) after the update on a batch that `packed` sampled; the given state may be donated."""
+    fixed = s.cfg.optim, s.cfg.update, s.shape, s.cfg.decay_steps
+    if not s.cfg.update.zero_gap:
+        return update_program(s.model, s.recipe.trainer, s.sampling, *fixed, s.cfg.alarm.limit)(state, batch)
+    sides = s.recipe.rollout, s.recipe.trainer, s.sampling, s.cfg.task.tokenizer.pad_id
+    return zero_gap_program(s.model, *sides, *fixed)(state, batch, packed)
 
 
 class _Clock:
@@ -195,9 +227,9 @@ def group_prompts(s: Setup, step: int) -> tuple[np.ndarray, np.ndarray, list[Ite
     return np.repeat(prompts, group, 0), np.repeat(valid, group, 0), [item for item in items for _ in range(group)]
 
 
-class NonFinite(FloatingPointError):
-    """A step met NaN or infinity and was not applied. step: its number; state: before it, key included; batch: what was
-    sampled, with rewards; figures: the metrics that show it.
+class Held(Exception):
+    """A step that was not applied. step: its number; state: before it, key included; batch: what was sampled, with
+    rewards; figures: the metrics that are the reason.
     """
 
     def __init__(self, step: int, state: TrainState, batch: RolloutBatch, figures: dict[str, float]):
@@ -205,48 +237,105 @@ class NonFinite(FloatingPointError):
         self.step, self.state, self.batch, self.figures = step, state, batch, figures
 
 
+class NonFinite(Held, FloatingPointError):
+    """It met NaN or infinity."""
+
+
+class GapAboveStop(Held):
+    """Its mean gap is above alarm.gap_mean_stop."""
+
+
+def reference_policy(s: Setup, params: Any) -> Any:
+    """The policy that `update.kl_weight` keeps the run near, of the f32 masters that it starts from: GEMM weights in
+    bf16 and no quantization on any recipe, so that what it assigns to tokens depends on the start alone.
+    """
+    with _phase(s, "pack"):
+        return pack_program(s.model, _reference_precision(s))(params, {})
+
+
+def _reference_precision(s: Setup) -> Precision:
+    return Precision(dtype=s.recipe.trainer.dtype)
+
+
+def _log_probs(s: Setup, precision: Precision, params: Any, quant: Any, batch: RolloutBatch) -> jax.Array:
+    """f32[B,T] of the sampled tokens, in nats."""
+    with _phase(s, "score"):
+        program = logp_program(s.model, precision, s.sampling, s.shape, _chunk(s))
+        return jax.block_until_ready(program(params, quant, batch))
+
+
+def _judged(s: Setup, state: TrainState, batch: RolloutBatch, reward: np.ndarray) -> tuple[RolloutBatch, int]:
+    """The batch with rewards f32[B] and advantages, and how many groups have answers of unequal reward."""
+    reward = shaped = jnp.asarray(reward)
+    mixed, groups = mixed_groups(reward, s.cfg.rollout.group_size)
+    if s.cfg.overlong_margin is not None:
+        shaped += overlong_penalty(batch.mask.sum(1), s.sampling.max_new_tokens, s.cfg.overlong_margin)
+    if s.cfg.update.kl_in == "reward":
+        old_logp = batch.behaviour_logp
+        if s.cfg.update.old_logp == "trainer" and not s.cfg.update.zero_gap:  # where both are equal
+            old_logp = _log_probs(s, s.recipe.trainer, state.params, state.quant, batch)
+        shaped = kl_reward(shaped, old_logp, batch.ref_logp, batch.mask, coefficient=s.cfg.update.kl_weight)
+    advantage = ADVANTAGES[s.cfg.advantage](shaped, s.cfg.rollout.group_size)
+    batch = batch.replace(reward=reward, advantage=advantage)
+    return (batch.replace(in_loss=mixed) if s.cfg.dynamic_sampling else batch), int(groups)
+
+
+def _above(gap: float, threshold: float | None) -> bool:
+    """Compared in float32, as the update does."""
+    return threshold is not None and bool(np.float32(gap) > np.float32(threshold))
+
+
+def _alarm_figures(alarm: AlarmConfig, gap: float, held: bool) -> dict[str, float]:
+    """Of a row: 1 where that was done, 0 where not; nothing of what is off."""
+    figures = {} if alarm.gap_mean_warn is None else {"alarm/warned": float(_above(gap, alarm.gap_mean_warn))}
+    return figures if alarm.gap_mean_skip is None else figures | {"alarm/skipped": float(held)}
+
+
 def rl_step(
-    s: Setup, state: TrainState, packed: Any, drawn: tuple
+    s: Setup, state: TrainState, packed: Any, drawn: tuple, reference: Any = None
 ) -> tuple[TrainState, Any, dict[str, Any], RolloutBatch]:
     """One step on the prompts of `group_prompts`, from `packed` = pack_weights(s, state) -> (state, its packed weights,
-    metrics row, what was sampled): everything that is always logged, with seconds by phase.
+    metrics row, what was sampled): everything that is always logged, with seconds by phase. reference:
+    `reference_policy`, which update.kl_weight reads.
 
-    "sync/flipped" of the row: `pack.flipped_share` of this step's update. Raises NonFinite, with the state as it was;
-    the given one is donated. Raises device.OutOfMemory.
+    "sync/flipped" of the row: `pack.flipped_share` of this step's update. Raises NonFinite and GapAboveStop, with the
+    state as it was; the given one is donated. Raises device.OutOfMemory.
     """
     prompts, valid, items = drawn
     clock, seconds, before = _Clock(), {}, state.key
     key, rollout_key = jax.random.split(state.key)
-    program = rollout_program(s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    program = _rollout(s, s.recipe.rollout, s.sampling)
     with _phase(s, "rollout"):
         batch = program(packed, state.quant, prompts, valid, rollout_key, state.step)
         jax.block_until_ready(batch)
     seconds["rollout"] = clock()
+    if s.cfg.update.kl_weight:
+        batch = batch.replace(ref_logp=_log_probs(s, _reference_precision(s), reference, {}, batch))
+        seconds["reference"] = clock()
     reward = rewards(s.cfg.task, items, batch, s.shape[1])
-    mixed, groups = mixed_groups(jnp.asarray(reward), s.cfg.rollout.group_size)
-    shaped = jnp.asarray(reward)
-    if s.cfg.overlong_margin is not None:
-        shaped += overlong_penalty(batch.mask.sum(1), s.sampling.max_new_tokens, s.cfg.overlong_margin)
-    advantage = ADVANTAGES[s.cfg.advantage](shaped, s.cfg.rollout.group_size)
-    batch = batch.replace(reward=jnp.asarray(reward), advantage=advantage)
-    if s.cfg.dynamic_sampling:
-        batch = batch.replace(in_loss=mixed)
+    judged = s.cfg.task.figures()
+    batch, groups = _judged(s, state, batch, reward)
     sampled = int(np.asarray(batch.mask).sum())
     seconds["reward"] = clock()
-    program = update_program(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, s.cfg.update, s.shape)
     with _phase(s, "update"):
         step = int(state.step) + 1
-        state, metrics = program(state.replace(key=key), batch)
+        state, metrics = _update(s, state.replace(key=key), batch, packed)
         metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
     if bad := {k: v for k, v in metrics.items() if not np.isfinite(v)}:
         raise NonFinite(step, state.replace(key=before), batch, bad)
+    alarm, held = s.cfg.alarm, bool(metrics.pop("gap/held", 0.0))
+    if held and (alarm.gap_mean_skip is None or _above(metrics["gap/mean"], alarm.gap_mean_stop)):
+        figures = {name: value for name, value in metrics.items() if name.startswith("gap/")}
+        raise GapAboveStop(step, state.replace(key=before, step=state.step - 1), batch, figures)
     seconds["update"] = clock()
     fresh = pack_weights(s, state)
-    metrics["learning_rate"] = float(learning_rate(s.cfg.optim)(step * s.cfg.update.minibatches - 1))  # the last one
+    last = max(steps_done(state.opt_state) - 1, 0)  # the last optimizer step that was taken
+    metrics["learning_rate"] = float(learning_rate(s.cfg.optim, s.cfg.decay_steps)(last))
+    metrics |= _alarm_figures(alarm, metrics.get("gap/mean"), held)
     if has_codes(packed):
         metrics["sync/flipped"] = float(flipped_program(s.model, s.recipe.rollout)(packed, fresh))
     seconds["pack"] = clock()
-    row = {"kind": "train", "step": step, "groups/mixed": int(groups), **metrics}
+    row = {"kind": "train", "step": step, "groups/mixed": groups, **metrics, **judged}
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
     row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
@@ -276,7 +365,7 @@ def init_state(s: Setup, params: Any) -> TrainState:
     return TrainState(
         step=jnp.int32(0),
         params=params,
-        opt_state=make_optimizer(s.cfg.optim).init(params),
+        opt_state=make_optimizer(s.cfg.optim, s.cfg.decay_steps).init(params),
         key=jax.random.key(s.cfg.seed),
         quant=calibrate(s, params),
     )

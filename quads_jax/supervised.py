@@ -32,8 +32,8 @@ from quads_jax.models.layers import take_last
 from quads_jax.precision import Precision
 from quads_jax.programs import pack_program, rollout_program
 from quads_jax.rl.losses import masked_mean
+from quads_jax.rl.optim import OptimConfig, decay_steps, make_optimizer
 from quads_jax.rl.sampling import SamplingConfig
-from quads_jax.rl.update import OptimConfig, make_optimizer
 from quads_jax.step import held_out_prompts, rewards, supervised_batch
 from quads_jax.tasks import Mixture, Prefetch, Task
 
@@ -201,17 +201,21 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     the figures saved with the weights.
 
     Between two evaluations only the tasks below target get items, so that fast ones do not run to 100 % while slow ones
-    learn (a quarter of their weight still takes them to 90 % at target 30 %); where none is below, all get them.
+    learn (a quarter of their weight still takes them to 90 % at target 30 %); where none is below, all get them. Where
+    all have reached it but one is above the ceiling, which it would not come down from, training goes on from the last
+    evaluation that had none above, at half the rate (a row of kind "back").
     """
     params = init_params(cfg.model, jax.random.key(cfg.seed))
-    opt_state = make_optimizer(cfg.optim).init(params)
-    step_fn = _step_program(cfg.model, cfg.optim, cfg.task.prompt_len, cfg.balance_weight)
+    decay = decay_steps(cfg.optim, cfg.steps)
+    opt_state = make_optimizer(cfg.optim, decay).init(params)
+    optim, active = cfg.optim, taught_labels(cfg.task)
+    below = _copied((params, opt_state)), active  # at the last evaluation without a task above the ceiling
+    step_fn = _step_program(cfg.model, optim, decay, cfg.task.prompt_len, cfg.balance_weight)
     score, started = sampled_accuracy(cfg), time.perf_counter()
 
     def draw(labels: tuple[str, ...], step: int):
         return supervised_batch(only_labels(cfg.task, labels), cfg.seed, "train", step * cfg.batch, cfg.batch)
 
-    active = taught_labels(cfg.task)
     batches = Prefetch(functools.partial(draw, active))
     try:
         with MetricsWriter(folder / "metrics.jsonl") as writer:
@@ -237,6 +241,13 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
                     report("final", **_pass_at_1(final))
                     if _accepted(cfg, final):
                         break
+                    if min(final.values()) >= cfg.target and step < cfg.steps:
+                        (params, opt_state), wanted = _copied(below[0]), below[1]
+                        optim = dataclasses.replace(optim, learning_rate=optim.learning_rate / 2)
+                        step_fn = _step_program(cfg.model, optim, decay, cfg.task.prompt_len, cfg.balance_weight)
+                        report("back", learning_rate=optim.learning_rate, active=",".join(wanted))
+                elif max(reached.values()) <= cfg.ceiling:
+                    below = _copied((params, opt_state)), wanted
                 if wanted != active:
                     batches.close()
                     active, batches = wanted, Prefetch(functools.partial(draw, wanted), start=step)
@@ -246,6 +257,11 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     info = {"figures": figures, "config": config_tree.to_json(cfg)}
     save_weights(folder / "weights.msgpack", params, cfg.model, info)
     return figures
+
+
+def _copied(tree: Any) -> Any:
+    """Buffers of their own, which the donation of others leaves alone."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _check_finite(step: int, metrics: dict[str, float]) -> None:
@@ -271,9 +287,11 @@ def _figures(cfg: WarmStartConfig, reached: dict[str, float], steps: int, second
 
 
 @functools.cache
-def _step_program(model: ModelConfig, optim: OptimConfig, prompt_len: int, balance_weight: float) -> Callable:
+def _step_program(
+    model: ModelConfig, optim: OptimConfig, decay: int | None, prompt_len: int, balance_weight: float
+) -> Callable:
     """(params, opt_state, batch of `supervised_batch`) -> (params, opt_state, metrics); the first two are donated."""
-    optimizer = make_optimizer(optim)
+    optimizer = make_optimizer(optim, decay)
     loss = functools.partial(answer_loss, model=model, prompt_len=prompt_len, balance_weight=balance_weight)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

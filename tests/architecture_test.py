@@ -32,6 +32,7 @@ ALLOWED = {
     "quads_jax.rl.kl": ("quads_jax.rl.losses",),
     "quads_jax.rl.shaping": (),
     "quads_jax.tasks": ("quads_jax.config_tree",),
+    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "chat_template")},  # run as files
     "quads_jax.config_tree": (),
     "quads_jax.events": (),
     "quads_jax.metrics": ("quads_jax.config_tree", "quads_jax.events"),
@@ -49,12 +50,15 @@ ALLOWED = {
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.inspection": ("quads_jax",),  # likewise
+    "quads_jax.exporting": ("quads_jax",),  # likewise
+    "quads_jax.layer_errors": ("quads_jax",),  # likewise, before train
     "quads_jax.gaps": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
     "quads_jax.programs": ("quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl"),
+    "quads_jax.zero_gap": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.step": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.tasks",
-        "quads_jax.config", "quads_jax.device", "quads_jax.programs"),
+        "quads_jax.config", "quads_jax.device", "quads_jax.programs", "quads_jax.zero_gap"),
     "quads_jax.start": (
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.config", "quads_jax.checkpoints", "quads_jax.step"),
     "quads_jax.guards": (
@@ -70,7 +74,7 @@ ALLOWED = {
 ARRAY_MATHS = tuple(f"quads_jax.rl.{name}" for name in ("losses", "advantage", "corrections", "kl", "shaping"))
 ARRAY_MATHS_IMPORTS = {"jax", "chex"}
 FLAG_READERS = ("experiments", "launch")
-LAZY_ONLY = {"jax_triton", "triton"}
+LAZY_ONLY = {"jax_triton", "triton", "math_verify", "sympy", "jinja2", "tokenizers"}
 
 
 def within(name: str, package: str) -> bool:
@@ -192,6 +196,9 @@ CASES = [
     ("quads_jax/quant/triton.py", "def f():\n  import jax_triton as jt", None),
     ("quads_jax/quant/triton.py", "try:\n  import triton.language\nexcept ImportError: pass", "inside the function"),
     ("pallas_kernels/q/triton.py", "class A:\n  import jax_triton", "inside the function"),
+    ("quads_jax/tasks/math_answers.py", "def load():\n  import math_verify", None),
+    ("quads_jax/tasks/math_answers.py", "import math_verify", "inside the function"),
+    ("quads_jax/tasks/worker_process.py", "from quads_jax.tasks import base", "may not import quads_jax.tasks.base"),
     ("quads_jax/helpers.py", "", "no place in the import direction"),
     ("quads_jax/tasks/chain_sum.py", "from tests import contract", "may not import tests.contract"),
 ]

@@ -11,22 +11,36 @@ import jax.numpy as jnp
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.layers import MLP, fan_in_init, linear, swiglu, take_last, weight
+from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED, ids_dtype
 from quads_jax.precision import Precision
 
 Array = jax.Array
+LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
-def route(x: Array, w: Array, top_k: int, renormalize: bool) -> tuple[Array, Array, Array]:
+def route(
+    x: Array, w: Array, top_k: int, renormalize: bool, replayed: Array | None = None
+) -> tuple[Array, Array, Array]:
     """x [M,D], w f32[E,D] -> (probabilities f32[M,E], chosen weights f32[M,k], expert ids i32[M,k]); softmax over all,
-    then top-k.
+    then top-k, or the ids `replayed` i[M,k] where they are not NO_ROUTE.
     """
     logits = jnp.einsum("md,ed->me", x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
     probs = jax.nn.softmax(logits, axis=-1)
-    _, ids = jax.lax.top_k(jax.lax.stop_gradient(probs), top_k)
+    ids = preferred(probs, top_k)
+    if replayed is not None:
+        ids = jnp.where(replayed == NO_ROUTE, ids, replayed.astype(ids.dtype))
     chosen = take_last(probs[:, None], ids)
     if renormalize:
-        chosen = chosen / chosen.sum(-1, keepdims=True)
+        total = chosen.sum(-1, keepdims=True)
+        if replayed is not None:
+            total = jnp.maximum(total, LEAST_TOTAL)
+        chosen = chosen / total
     return probs, chosen, ids
+
+
+def preferred(probs: Array, top_k: int) -> Array:
+    """The k most probable experts i32[M,k] of f32[M,E], the lowest id first among equals."""
+    return jax.lax.top_k(jax.lax.stop_gradient(probs), top_k)[1]
 
 
 class Dispatch(NamedTuple):
@@ -111,7 +125,9 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Top-k routed experts and an optional shared expert."""
+    """Top-k routed experts and an optional shared expert. Routes are replayed from the collection REPLAYED where it has
+    them; while RECORDED is mutable, the router's own choices are written there (`models.routes`).
+    """
 
     cfg: ModelConfig
     precision: Precision
@@ -124,7 +140,13 @@ class MoE(nn.Module):
         c = self.cfg
         tokens = x.reshape(-1, c.d_model)
         router = weight(self, "router", (c.experts, c.d_model), ("experts", "embed"), fan_in_init)
-        probs, gates, ids = route(tokens, router, c.top_k, c.renormalize)
+        replayed = self.get_variable(REPLAYED, "ids") if self.has_variable(REPLAYED, "ids") else None
+        if replayed is not None:
+            replayed = replayed.reshape(-1, c.top_k)
+        probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
+        if self.is_mutable_collection(RECORDED):
+            own = ids if replayed is None else preferred(probs, c.top_k)
+            self.put_variable(RECORDED, "ids", own.astype(ids_dtype(c)).reshape(*x.shape[:2], c.top_k))
 
         d = dispatch_of(ids, c.experts)
         moves = d.slot, d.pair, d.filled

@@ -18,7 +18,9 @@ class RolloutBatch:
     version: jax.Array  # i32[B]: TrainState.step of the policy that sampled the row
     reward: jax.Array  # f32[B]
     advantage: jax.Array  # f32[B]
+    routes: jax.Array | None = None  # i8[B,T,L,k] (`models.routes`): experts that the rollout took; none: no MoE layer
     in_loss: jax.Array | None = None  # bool[B]: rows that the loss counts (dynamic sampling); none: all
+    ref_logp: jax.Array | None = None  # f32[B,T], nats: of tokens[:,t] under the reference policy; none: not read
 
 
 @flax.struct.dataclass

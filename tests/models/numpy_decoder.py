@@ -10,8 +10,12 @@ NORMED = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "projection"}
 PARTS = {"mixtral": ("w1", "w3", "w2")}
 
 
-def logits_and_routes(config: dict[str, Any], tensors: dict[str, np.ndarray], row: np.ndarray) -> tuple[Any, Any]:
-    """Tokens i[T] -> (logits f64[T,V], {layer: expert ids i[T,k], by falling weight})."""
+def logits_and_routes(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], row: np.ndarray, replay: dict[int, np.ndarray] | None = None
+) -> tuple[Any, Any]:
+    """Tokens i[T] -> (logits f64[T,V], {layer: expert ids i[T,k], by falling weight}). replay: the ids that are used
+    instead of those, a layer; -1 for tokens that use their own.
+    """
     w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     family, eps, routes = config["model_type"], config["rms_norm_eps"], {}
     x = w["model.embed_tokens.weight"][row]
@@ -25,7 +29,7 @@ def logits_and_routes(config: dict[str, Any], tensors: dict[str, np.ndarray], ro
         if f"{block}.gate.weight" not in here:
             x = x + _swiglu(here, block, parts, h)
             continue
-        y, routes[i] = _moe(config, here, block, parts, h)
+        y, routes[i] = _moe(config, here, block, parts, h, None if replay is None else replay[i])
         x = x + y
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
     return _norm(x, w["model.norm.weight"], eps) @ head.T, routes
@@ -44,13 +48,14 @@ def _swiglu(w, prefix, parts, x):
     return (_silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def _moe(config, w, block, parts, x):
+def _moe(config, w, block, parts, x, replay):
     """Softmax over all experts, then the best k, whose weights Mixtral and norm_topk_prob divide by their sum."""
     scores = np.exp(x @ w[f"{block}.gate.weight"].T)
     scores = scores / scores.sum(-1, keepdims=True)
     ids = np.argsort(-scores, axis=-1)[:, : config["num_experts_per_tok"]]
     y = np.zeros_like(x)
-    for t, chosen in enumerate(ids):
+    used = ids if replay is None else np.where(replay < 0, ids, replay)
+    for t, chosen in enumerate(used):
         weights = scores[t, chosen]
         if config.get("norm_topk_prob", config["model_type"] == "mixtral"):
             weights = weights / weights.sum()
