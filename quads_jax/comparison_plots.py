@@ -7,25 +7,27 @@ from pathlib import Path
 import numpy as np
 
 from quads_jax.plots import COLOURS, canvas, look, make_room, save, smooth
-from quads_jax.results import PRECISIONS, Measured, Run, after
+from quads_jax.results import PRECISIONS, QUANTITIES, Measured, Run, after, measure
 from quads_jax.sweep_results import MARGIN, Group, Point, Setting, Sweep, numeric_values, paired, paths_of, text_of
 
 LINES = 10  # settings with a colour of their own in a picture; the others are grey
 PANELS = 12
 ROWS = 60  # of the paired differences
 OTHERS = "#bbbbbb"
+GAP = "gap, mean over steps"
 
 Series = dict[int, float]
 
 
 def draw(sweep: Sweep) -> dict[str, str]:
-    """Writes score.png, gap.png, paired.png and final_by_value.png, where there is something to show, into the sweep's
-    folder, and removes old ones that show nothing now. Gives {file: caption}.
+    """Writes score.png, gap.png, paired.png, difference_by_gap.png and final_by_value.png, where there is something to
+    show, into the sweep's folder, and removes old ones that show nothing now. Gives {file: caption}.
     """
     drawings = {
         "score.png": _draw_score,
         "gap.png": _draw_gap,
         "paired.png": _draw_paired,
+        "difference_by_gap.png": _draw_difference_by_gap,
         "final_by_value.png": _draw_final_by_value,
     }
     captions = {name: drawing(sweep, sweep.workdir / name) for name, drawing in drawings.items()}
@@ -163,6 +165,12 @@ def _difference(group: Group, setting: Setting, side: str) -> Measured | None:
     return pairs.differences if pairs and math.isfinite(pairs.differences.mean) else None
 
 
+def _mean_gap(runs: Iterable[Run]) -> float | None:
+    """In nats, over steps and runs; None where no run has one above 0."""
+    shown = measure(list(runs), {GAP: QUANTITIES[GAP]}).get(GAP)
+    return shown.mean if shown and shown.mean > 0 and math.isfinite(shown.mean) else None
+
+
 def _span(differences: Iterable[Measured]) -> tuple[float, float]:
     """x limits that hold all dots and the two lines; intervals of two seeds are too wide to set them."""
     dots = [value for d in differences for value in d.values] + [0.0, -MARGIN]
@@ -182,6 +190,34 @@ def _forest_row(ax, y: int, difference: Measured, colour: str, low: float, high:
     for outside, x, marker in ((start < low, low, "<"), (end > high, high, ">")):
         if outside:
             ax.plot([x], [y], marker=marker, markersize=7, color=colour, clip_on=False, zorder=4)
+
+
+def _draw_difference_by_gap(sweep: Sweep, path: Path) -> str | None:
+    """What a setting loses against the gap that it leaves; a panel a group."""
+    looks, shown = _looks(sweep), []
+    for group in sweep.groups:
+        others = [s for s in group.settings if s is not group.baseline]
+        measured = [(s, _difference(group, s, "rollout"), _mean_gap(s.runs)) for s in others]
+        measured = [(s, difference, gap) for s, difference, gap in measured if difference and gap]
+        shown += [(group, measured)] * (len({gap for *_, gap in measured}) > 2)  # two dots are no relation
+    if not shown:
+        return None
+    figure, axes = canvas(len(shown[:PANELS]), width=5.2, height=4.2, columns=3)
+    dots = [difference.mean for _, measured in shown for _, difference, _ in measured]
+    for ax, (group, measured) in zip(axes, shown, strict=False):
+        for setting, difference, gap in measured:
+            colour = looks.get(setting.text, {"color": OTHERS})["color"]
+            if difference.interval is not None and len(difference.values) > 2:
+                ax.plot([gap, gap], difference.interval, color=colour, linewidth=1)
+            ax.scatter([gap], [difference.mean], s=34, color=colour, label=setting.text, zorder=3)
+        ax.axhline(0.0, color="#444444", linewidth=1, zorder=1)
+        ax.set(title=_wrapped(group.text), xlabel="mean gap over the run (nats)", xlim=(0, None))
+        ax.set(ylabel=f"final pass@1 minus {sweep.baseline} (points)", ylim=(1.5 * min(*dots, -2), 1.5 * max(*dots, 2)))
+    save(figure, path)
+    return (
+        f"Final pass@1 minus {sweep.baseline}'s under the rollout's precision against the mean gap that a setting "
+        "left: a dot a setting, the mean over its pairs, with its 95 % interval from three pairs on."
+    )
 
 
 # Against a number -----------------------------------------------------------------------------------------------------

@@ -96,10 +96,12 @@ class RecipeConfig:
     refresh_every: int = 0  # steps between new channel statistics; 0 keeps those of step 0
     roles: tuple[str, ...] = DEFAULT_ROLES  # layer roles that are quantized
     dtype: str = "bfloat16"  # of everything that is not quantized
+    rollout_dtype: str | None = None  # the rollout's where it is another, as of another engine; none: `dtype`
 
     def resolve(self) -> Recipe:
         """The pair of precisions, with every check of `precision.recipe`."""
-        return recipe(self.name, ratio=self.ratio, policy=self.policy, roles=self.roles, dtype=self.dtype)
+        options = {"roles": self.roles, "dtype": self.dtype, "rollout_dtype": self.rollout_dtype}
+        return recipe(self.name, ratio=self.ratio, policy=self.policy, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,7 +337,7 @@ def check_warm_start(cfg: WarmStartConfig) -> None:
         check_model(cfg.model)
     if len(set(cfg.model.dense_layers)) < len(cfg.model.dense_layers):
         raise ValueError(f"model.dense_layers={cfg.model.dense_layers} names a layer twice: give each once")
-    if cfg.model.vocab_size != cfg.task.tokenizer.vocab_size:
+    if not cfg.task.tokenizer.fits(cfg.model.vocab_size):
         raise ValueError(
             f"model.vocab_size={cfg.model.vocab_size}, but the task's tokenizer has {cfg.task.tokenizer.vocab_size} ids"
         )

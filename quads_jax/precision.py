@@ -139,10 +139,14 @@ def recipe(
     policy: str | None = None,
     roles: tuple[str, ...] = DEFAULT_ROLES,
     dtype: str = "bfloat16",
+    rollout_dtype: str | None = None,
 ) -> Recipe:
     """The named recipe. `ratio` and `policy` (residual compensation of the rollout) belong to COMPENSATED recipes and
-    raise elsewhere.
+    raise elsewhere. `rollout_dtype`: the rollout's compute dtype where it is not the trainer's, as of an engine that
+    rounds elsewhere; it appends "-DTYPE-rollout" to the label.
     """
+    if rollout_dtype == dtype:
+        raise ValueError(f"rollout_dtype={rollout_dtype!r} has no effect: it is the dtype of both sides; leave it out")
     if name not in _SIDES:
         raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(RECIPES)}")
     rollout, trainer = _SIDES[name]
@@ -162,8 +166,10 @@ def recipe(
             f"ratio={ratio} and policy={policy} have no effect on recipe {name}; leave them out or use recipe "
             f"{' or '.join(COMPENSATED)}"
         )
+    if rollout_dtype is not None:
+        label += f"-{rollout_dtype}-rollout"
     return Recipe(
         label=label,
-        rollout=make_precision(_side_name(rollout), rollout, roles, dtype),
+        rollout=make_precision(_side_name(rollout), rollout, roles, rollout_dtype or dtype),
         trainer=make_precision(_side_name(trainer), trainer, roles, dtype),
     )

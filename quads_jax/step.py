@@ -52,7 +52,7 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     """Checks the config against the model and resolves the recipe."""
     resolved = check_train(cfg)
     vocab = cfg.task.tokenizer.vocab_size
-    if model.vocab_size != vocab:
+    if not cfg.task.tokenizer.fits(model.vocab_size):
         raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
     absent = [role for role in cfg.recipe.roles if role not in DEFAULT_ROLES and role not in model_roles(model)]
     if absent or not set(cfg.recipe.roles) & model_roles(model):
@@ -135,7 +135,8 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
         scores += rewards(task, items, batch, s.shape[1]).tolist()
         asked += items
     by_task = mean_by_task(asked, scores) if len(task.labels) > 1 else {}
-    return {"pass@1": float(np.mean(scores)), "n": cfg.prompts, **{f"pass@1/{k}": v for k, v in by_task.items()}}
+    means = {"pass@1": float(np.mean(scores)), "n": cfg.prompts, **{f"pass@1/{k}": v for k, v in by_task.items()}}
+    return means | task.figures()
 
 
 def evaluate_sides(s: Setup, state: TrainState, packed: Any, greedy: bool = False) -> Iterator[dict[str, Any]]:
@@ -228,6 +229,7 @@ def rl_step(
         jax.block_until_ready(batch)
     seconds["rollout"] = clock()
     reward = rewards(s.cfg.task, items, batch, s.shape[1])
+    judged = s.cfg.task.figures()
     mixed, groups = mixed_groups(jnp.asarray(reward), s.cfg.rollout.group_size)
     shaped = jnp.asarray(reward)
     if s.cfg.overlong_margin is not None:
@@ -251,7 +253,7 @@ def rl_step(
     if has_codes(packed):
         metrics["sync/flipped"] = float(flipped_program(s.model, s.recipe.rollout)(packed, fresh))
     seconds["pack"] = clock()
-    row = {"kind": "train", "step": step, "groups/mixed": int(groups), **metrics}
+    row = {"kind": "train", "step": step, "groups/mixed": int(groups), **metrics, **judged}
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
     row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}

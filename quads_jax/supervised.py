@@ -201,17 +201,20 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     the figures saved with the weights.
 
     Between two evaluations only the tasks below target get items, so that fast ones do not run to 100 % while slow ones
-    learn (a quarter of their weight still takes them to 90 % at target 30 %); where none is below, all get them.
+    learn (a quarter of their weight still takes them to 90 % at target 30 %); where none is below, all get them. Where
+    all have reached it but one is above the ceiling, which it would not come down from, training goes on from the last
+    evaluation that had none above, at half the rate (a row of kind "back").
     """
     params = init_params(cfg.model, jax.random.key(cfg.seed))
     opt_state = make_optimizer(cfg.optim).init(params)
-    step_fn = _step_program(cfg.model, cfg.optim, cfg.task.prompt_len, cfg.balance_weight)
+    optim, active = cfg.optim, taught_labels(cfg.task)
+    below = _copied((params, opt_state)), active  # at the last evaluation without a task above the ceiling
+    step_fn = _step_program(cfg.model, optim, cfg.task.prompt_len, cfg.balance_weight)
     score, started = sampled_accuracy(cfg), time.perf_counter()
 
     def draw(labels: tuple[str, ...], step: int):
         return supervised_batch(only_labels(cfg.task, labels), cfg.seed, "train", step * cfg.batch, cfg.batch)
 
-    active = taught_labels(cfg.task)
     batches = Prefetch(functools.partial(draw, active))
     try:
         with MetricsWriter(folder / "metrics.jsonl") as writer:
@@ -237,6 +240,13 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
                     report("final", **_pass_at_1(final))
                     if _accepted(cfg, final):
                         break
+                    if min(final.values()) >= cfg.target and step < cfg.steps:
+                        (params, opt_state), wanted = _copied(below[0]), below[1]
+                        optim = dataclasses.replace(optim, learning_rate=optim.learning_rate / 2)
+                        step_fn = _step_program(cfg.model, optim, cfg.task.prompt_len, cfg.balance_weight)
+                        report("back", learning_rate=optim.learning_rate, active=",".join(wanted))
+                elif max(reached.values()) <= cfg.ceiling:
+                    below = _copied((params, opt_state)), wanted
                 if wanted != active:
                     batches.close()
                     active, batches = wanted, Prefetch(functools.partial(draw, wanted), start=step)
@@ -246,6 +256,11 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     info = {"figures": figures, "config": config_tree.to_json(cfg)}
     save_weights(folder / "weights.msgpack", params, cfg.model, info)
     return figures
+
+
+def _copied(tree: Any) -> Any:
+    """Buffers of their own, which the donation of others leaves alone."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _check_finite(step: int, metrics: dict[str, float]) -> None:

@@ -31,6 +31,7 @@ ALLOWED = {
     "quads_jax.rl.kl": ("quads_jax.rl.losses",),
     "quads_jax.rl.shaping": (),
     "quads_jax.tasks": ("quads_jax.config_tree",),
+    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "chat_template")},  # run as files
     "quads_jax.config_tree": (),
     "quads_jax.events": (),
     "quads_jax.metrics": ("quads_jax.config_tree", "quads_jax.events"),
@@ -69,7 +70,7 @@ ALLOWED = {
 ARRAY_MATHS = tuple(f"quads_jax.rl.{name}" for name in ("losses", "advantage", "corrections", "kl", "shaping"))
 ARRAY_MATHS_IMPORTS = {"jax", "chex"}
 FLAG_READERS = ("experiments", "launch")
-LAZY_ONLY = {"jax_triton", "triton"}
+LAZY_ONLY = {"jax_triton", "triton", "math_verify", "sympy", "jinja2", "tokenizers"}
 
 
 def within(name: str, package: str) -> bool:
@@ -191,6 +192,9 @@ CASES = [
     ("quads_jax/quant/triton.py", "def f():\n  import jax_triton as jt", None),
     ("quads_jax/quant/triton.py", "try:\n  import triton.language\nexcept ImportError: pass", "inside the function"),
     ("pallas_kernels/q/triton.py", "class A:\n  import jax_triton", "inside the function"),
+    ("quads_jax/tasks/math_answers.py", "def load():\n  import math_verify", None),
+    ("quads_jax/tasks/math_answers.py", "import math_verify", "inside the function"),
+    ("quads_jax/tasks/worker_process.py", "from quads_jax.tasks import base", "may not import quads_jax.tasks.base"),
     ("quads_jax/helpers.py", "", "no place in the import direction"),
     ("quads_jax/tasks/chain_sum.py", "from tests import contract", "may not import tests.contract"),
 ]

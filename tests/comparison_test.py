@@ -349,6 +349,18 @@ def test_numbers_are_sorted_best_first_and_drawn(tmp_path, pictures):
     assert "too high on average" in (tmp_path / "COMPARISON.md").read_text()
 
 
+def test_loss_against_gap_needs_three_gaps(tmp_path, pictures):
+    def points(gaps):
+        own = {"BF16": 0.0001, **gaps}
+        return [write_point(tmp_path, {"recipe": r}, 0, (0.5, 0.6 - gap), gap=gap) for r, gap in own.items()]
+
+    write_sweep(tmp_path, points({"A": 0.01, "B": 0.02}))
+    assert "difference_by_gap.png" not in write_comparison(tmp_path).read_text()
+    write_sweep(tmp_path, points({"A": 0.01, "B": 0.02, "C": 0.04}))
+    assert "difference_by_gap.png" in write_comparison(tmp_path).read_text()
+    assert (tmp_path / "difference_by_gap.png").read_bytes().startswith(PNG)
+
+
 def test_pairs_of_other_lengths_are_named(tmp_path):
     points = [
         write_point(tmp_path, BASELINE, 0, (0.5, 0.6, 0.7)),

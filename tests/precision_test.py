@@ -87,6 +87,12 @@ def test_rac_is_the_rollout_of_quads_before_a_bf16_trainer():
     assert recipe("RAC", ratio=0.25, policy="static").label == "RAC-25-static"
 
 
+def test_a_rollout_of_another_dtype_is_another_engine():
+    plain, drifted = recipe("SYM"), recipe("SYM", rollout_dtype="float32")
+    assert (drifted.rollout.dtype, drifted.trainer) == ("float32", plain.trainer)
+    assert drifted.label == "SYM-float32-rollout"
+
+
 def test_roles_and_dtype():
     made = recipe("NAIVE", roles=("experts", "head"), dtype="float32").rollout
     assert [role for role in ROLES if made.role(role) != PLAIN] == ["experts", "head"]
@@ -114,6 +120,8 @@ def test_labels_are_distinct():
         ("QUADS", {"policy": "topk"}, "unknown residual policy 'topk': choose one of online, static, block, token"),
         ("NAIVE", {"roles": ()}, "roles is empty: nothing would be quantized; name some of experts, shared"),
         ("NAIVE", {"roles": ("experts", "router")}, "unknown layer role 'router'; roles are experts, shared"),
+        ("NAIVE", {"rollout_dtype": "bfloat16"}, "rollout_dtype='bfloat16' has no effect"),
+        ("NAIVE", {"rollout_dtype": "float16"}, "compute dtype 'float16' is not one of bfloat16, float32"),
         ("NAIVE", {"dtype": "float16"}, "compute dtype 'float16' is not one of bfloat16, float32"),
     ],
 )

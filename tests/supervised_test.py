@@ -276,6 +276,34 @@ def test_tasks_at_target_pause_until_they_fall_below(scripted, tmp_path):
     np.testing.assert_allclose(measured[:2], [(0.3, 0.5, 0.1), (0.3, 0.4, 0.2)])
 
 
+def test_beyond_the_ceiling_training_goes_back_at_half_the_rate(scripted, tmp_path, monkeypatch):
+    cfg = dataclasses.replace(MIXED, ceiling=0.75)
+    evaluations = two((0.5, 0.3), (0.9, 0.4), (0.8, 0.6), (0.6, 0.6))
+    trained, rates, seen = scripted(evaluations, two((0.8, 0.6), (0.6, 0.6))), [], []
+    step_of = supervised._step_program
+
+    def step_program(model, optim, *rest):
+        rates.append(optim.learning_rate)
+        step = step_of(model, optim, *rest)
+
+        def recorded(params, *rest):
+            seen.append(float(jax.tree.leaves(params)[0].ravel()[0]))
+            return step(params, *rest)
+
+        return recorded
+
+    monkeypatch.setattr(supervised, "_step_program", step_program)
+    figures, _ = obtain(cfg, tmp_path)
+    assert figures["steps"] == 8 and rates == [cfg.optim.learning_rate, cfg.optim.learning_rate / 2]
+    assert seen == [0, 1, 2, 3, 4, 5, 2, 3]  # the scripted step adds 1; step 2 was the last with none above .75
+    both, only_b = (1.0, 3.0, 0.0), (0.0, 3.0, 0.0)
+    assert [task.weights for task, *_ in trained][::2] == [both, only_b, only_b, only_b]
+    rows = read_metrics(artefact(cfg, tmp_path).parent / "metrics.jsonl")
+    assert [(row["step"], row["learning_rate"], row["active"]) for row in rows if row["kind"] == "back"] == [
+        (6, cfg.optim.learning_rate / 2, "gcd_g1")
+    ]
+
+
 def test_only_components_with_weight_are_taught():
     assert supervised.taught_labels(MIXTURE) == ("chain_sum_g1", "gcd_g1")
     assert supervised.taught_labels(Mixture((A, B))) == ("chain_sum_g1", "gcd_g1")

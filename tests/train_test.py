@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from quads_jax.metrics import read_metrics
 from quads_jax.rl.rollout import score
 from quads_jax.rl.types import RolloutBatch
 from quads_jax.rl.update import OptimConfig, UpdateConfig
+from quads_jax.tasks.chain_sum import ChainSum
 from tests.tiny import MODEL, TASK, params
 
 ALWAYS = (
@@ -107,6 +109,34 @@ def test_a_second_trace_raises():
     program(np.ones(3, np.float32))
     with pytest.raises(RuntimeError, match="traced again within a run: shapes differ"):
         program(np.zeros(4, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(ChainSum):
+    """Says how many responses its verifier was asked for since the last call."""
+
+    asked: ClassVar[list] = []
+
+    def are_correct(self, items, responses):
+        self.asked.extend(responses)
+        return super().are_correct(items, responses)
+
+    def figures(self):
+        counted = {"verify/timeouts": len(self.asked)}
+        self.asked.clear()
+        return counted
+
+
+def test_what_a_verifier_counts_is_in_the_row_of_its_step_or_evaluation(weights):
+    cfg = config(weights, task=Counting(**dataclasses.asdict(TASK)), recipe=RecipeConfig(name="QUADS"))
+    weights_tree, model, _ = load_weights(weights)
+    s = step.setup(cfg, model)
+    state = step.init_state(s, weights_tree)
+    packed = step.pack_weights(s, state)
+    row = step.evaluate(s, packed, state.quant, s.recipe.rollout)
+    assert 0 < row["verify/timeouts"] <= 16
+    _, _, row, batch = step.rl_step(s, state, packed, step.group_prompts(s, 0))
+    assert row["verify/timeouts"] == int(np.asarray(batch.finished).sum())  # those that did not end are not asked for
 
 
 def gaps(weights, steps=2):

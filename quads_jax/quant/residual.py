@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from quads_jax.quant.formats import BlockFormat
+from quads_jax.quant.rounding import flush
 from quads_jax.quant.tensor import BlockTensor, encode, quantize, quantize_values, to_block_tensor
 
 POLICIES = ("online", "static", "block", "token", "adaptive")
@@ -149,12 +150,13 @@ def token_mask(residual: Array, num: int) -> Array:
 
 
 def subtract_scaled(x: Array, values: Array, scale: Array) -> Array:
-    """x - values * scale in f32, for values with at most 12 significant bits: the same bits however XLA fuses it.
+    """x - values * scale in f32, for values with at most 12 significant bits: the same bits however XLA fuses it, and
+    on every backend: subnormal products and results are 0.
 
     The scale is split into halves of 12 bits, so that both products are exact and contraction to FMA changes nothing.
     """
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(scale, jnp.int32) & ~0xFFF, jnp.float32)
-    return (x - values * high) - values * (scale - high)
+    return flush(flush(x - flush(values * high)) - flush(values * flush(scale - high)))
 
 
 def compensate(

@@ -14,6 +14,7 @@ _EXPONENT = 0x7F800000
 _MANTISSA = 0x007FFFFF
 _HIDDEN = 0x00800000  # 2**23: the leading bit of a 24-bit significand, and the step of the exponent field
 _ONE = 0x3F800000  # bits of 1.0
+FLT_MIN = float(np.finfo(np.float32).tiny)  # the smallest that is not subnormal
 
 
 def round_to_grid(x: Array, mantissa_bits: int, min_exponent: int, largest: float) -> Array:
@@ -26,6 +27,11 @@ def round_to_grid(x: Array, mantissa_bits: int, min_exponent: int, largest: floa
     power = jnp.maximum(_bits(x) & _EXPONENT, _ONE + min_exponent * _HIDDEN)  # bits of 2**exponent
     shift = _floats(power) * (1.5 * 2.0 ** (23 - mantissa_bits))
     return (x + shift) - shift
+
+
+def flush(x: Array) -> Array:
+    """f32 [...] with 0 for subnormals, as XLA's CPU backend computes and its GPU backend does not."""
+    return jnp.where(jnp.abs(x) < FLT_MIN, 0.0, x)
 
 
 def round_e2m1(x: Array) -> Array:

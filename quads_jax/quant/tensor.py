@@ -23,10 +23,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import storage
 from quads_jax.quant.formats import E2M1, E4M3, E8M0, F32, BlockFormat, ElementFormat
-from quads_jax.quant.rounding import div_rn, power_of_two_scale, round_stochastic, round_to_grid
+from quads_jax.quant.rounding import FLT_MIN, div_rn, power_of_two_scale, round_stochastic, round_to_grid
 
 _FLT_MAX = float(np.finfo(np.float32).max)
-_FLT_MIN = float(np.finfo(np.float32).tiny)
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _UNIT_AXES = {"token": 1, "expert": 2, "tensor": None}  # trailing axes that share one global scale; None: all of them
 _CODECS = {
@@ -247,7 +246,7 @@ def _divide(x: Array, scale: Array, element: ElementFormat, key: Array | None) -
 def _multiply(x: Array, step: Array, fmt: BlockFormat, key: Array | None = None) -> Array:
     """Elements by each block's reciprocal step, 0 where the step is 0, subnormal (GPUs keep it, CPUs do not) or NaN."""
     # The division comes last: XLA's CPU fusion recomputes per element whatever cheap operation follows it.
-    factor = storage.expand_scales(div_rn(1.0, jnp.where(step >= _FLT_MIN, step, jnp.inf)), fmt.block)
+    factor = storage.expand_scales(div_rn(1.0, jnp.where(step >= FLT_MIN, step, jnp.inf)), fmt.block)
     return _round(jnp.where(factor > 0, x * factor, 0.0), fmt.element, key)
 
 

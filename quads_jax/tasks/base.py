@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from quads_jax.tasks.hf_tokenizer import HfTokenizer
 from quads_jax.tasks.tokenizer import CharTokenizer
 
 SPLITS = ("train", "held_out")
@@ -92,7 +93,7 @@ class Task(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def tokenizer(self) -> CharTokenizer:
+    def tokenizer(self) -> CharTokenizer | HfTokenizer:
         """The tokenizer of prompts and answers."""
 
     @property
@@ -113,6 +114,18 @@ class Task(abc.ABC):
     def is_correct(self, item: Item, response: str) -> bool:
         """Whether a finished response (text without eos) is right. Must not evaluate the text in any way."""
 
+    def prompt_ids(self, item: Item) -> Sequence[int]:
+        """The tokens of an item's prompt, with what stands before it."""
+        return [self.tokenizer.bos_id, *self.tokenizer.encode(item.prompt)]
+
+    def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
+        """`is_correct` of each pair: for a verifier that works on many at once."""
+        return [self.is_correct(item, text) for item, text in zip(items, responses, strict=True)]
+
+    def figures(self) -> dict[str, float]:
+        """What the verifier counted since the last call, for the row of a step or an evaluation; most count nothing."""
+        return {}
+
     def item(self, seed: int, split: str, i: int) -> Item:
         """Item i of a seed, from its own `item_stream`.
 
@@ -130,7 +143,7 @@ class Task(abc.ABC):
         """Items start .. start + n - 1 as a batch.
 
         Returns:
-            tokens i32[n, P], bos and the prompt padded on the left; valid bool[n, P], False on padding; the items.
+            tokens i32[n, P], the `prompt_ids` padded on the left; valid bool[n, P], False on padding; the items.
 
         Raises:
             ValueError: a prompt is longer than `prompt_len`, or an argument is out of range.
@@ -139,7 +152,7 @@ class Task(abc.ABC):
         tokens = np.full((n, self.prompt_len), self.tokenizer.pad_id, np.int32)
         valid = np.zeros((n, self.prompt_len), bool)
         for row, item in enumerate(items):
-            ids = [self.tokenizer.bos_id, *self.tokenizer.encode(item.prompt)]
+            ids = self.prompt_ids(item)
             if len(ids) > self.prompt_len:
                 raise ValueError(f"prompt {item.prompt!r} has {len(ids)} tokens, prompt_len is {self.prompt_len}")
             tokens[row, -len(ids) :] = ids
@@ -154,5 +167,7 @@ class Task(abc.ABC):
         """
         if not len(items) == len(responses) == len(finished):
             raise ValueError(f"{len(items)} items, {len(responses)} responses, {len(finished)} finished: must be equal")
-        rows = zip(items, responses, finished, strict=True)
-        return np.array([bool(done) and self.is_correct(item, text) for item, text, done in rows], np.float32)
+        ended = [i for i, done in enumerate(finished) if done]
+        rewards = np.zeros(len(items), np.float32)
+        rewards[ended] = self.are_correct([items[i] for i in ended], [responses[i] for i in ended])
+        return rewards

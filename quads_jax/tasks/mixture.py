@@ -1,6 +1,7 @@
 """Several tasks as one: every item belongs to one component and says so."""
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from quads_jax.tasks.base import Item, Task, item_stream
+from quads_jax.tasks.hf_tokenizer import HfTokenizer
 from quads_jax.tasks.reasoning_gym import ReasoningGym
 from quads_jax.tasks.tokenizer import CharTokenizer
 
@@ -54,7 +56,7 @@ class Mixture(Task):
             raise ValueError(f"mixture: weights={self.weights} must be finite, at least 0 and not all 0")
 
     @property
-    def tokenizer(self) -> CharTokenizer:
+    def tokenizer(self) -> CharTokenizer | HfTokenizer:
         return self.components[0].tokenizer
 
     @property
@@ -79,6 +81,24 @@ class Mixture(Task):
 
     def is_correct(self, item: Item, response: str) -> bool:
         return self.component(item.task).is_correct(item, response)
+
+    def prompt_ids(self, item: Item) -> Sequence[int]:
+        return self.component(item.task).prompt_ids(item)
+
+    def are_correct(self, items: Sequence[Item], responses: Sequence[str]) -> list[bool]:
+        right = [False] * len(items)
+        for label in {item.task for item in items}:
+            rows = [i for i, item in enumerate(items) if item.task == label]
+            judged = self.component(label).are_correct([items[i] for i in rows], [responses[i] for i in rows])
+            for i, value in zip(rows, judged, strict=True):
+                right[i] = value
+        return right
+
+    def figures(self) -> dict[str, float]:
+        counted: collections.Counter[str] = collections.Counter()
+        for task in self.components:
+            counted.update(task.figures())
+        return dict(counted)
 
     def _choose(self, rng: random.Random) -> Task:
         bounds = list(itertools.accumulate(self.weights or [1.0] * len(self.components)))

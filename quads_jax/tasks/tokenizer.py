@@ -33,6 +33,10 @@ class CharTokenizer:
         """Number of ids, specials included. A model may pad its own vocabulary beyond it."""
         return len(self.alphabet) + 3
 
+    def fits(self, model_vocab: int) -> bool:
+        """Whether a model of so many ids is one of this vocabulary: no other has as many."""
+        return model_vocab == self.vocab_size
+
     def encode(self, text: str) -> list[int]:
         """Ids of the characters, without bos or eos. Raises ValueError naming a character outside the alphabet."""
         unknown = sorted(set(text) - set(self.alphabet))
