@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from quads_jax.models.config import ModelConfig
-from quads_jax.pack import flipped_by_layer, flipped_share, pack
+from quads_jax.pack import flipped_by_layer, flipped_share, pack, stale
 from quads_jax.precision import Precision
 from quads_jax.rl.calibration import channel_statistics
+from quads_jax.rl.engine import Usage, run_queue
 from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
@@ -75,6 +76,29 @@ def rollout_program(
     fixed = functools.partial(rollout, model=model, precision=precision, sampling=sampling, pad_id=pad_id)
     program = traced_once(fixed)
     return lambda packed, quant, *rest: program(packed, _read(quant, precision), *rest)
+
+
+@functools.cache
+def engine_program(
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    pad_id: int,
+    shape: tuple[int, int],
+    group: int,
+    slots: int,
+) -> Callable[..., tuple[RolloutBatch, Usage]]:
+    """(packed, quant, prompts i32[shape], valid, key, version, limits or none) -> `rl.engine.run_queue`."""
+    static = {"model": model, "precision": precision, "sampling": sampling, "pad_id": pad_id}
+    program = traced_once(functools.partial(run_queue, group=group, slots=slots, **static))
+    return lambda packed, quant, *rest: program(packed, _read(quant, precision), *rest)
+
+
+@functools.cache
+def stale_program(model: ModelConfig, precision: Precision) -> Callable:
+    """(packed, params, quant) -> `pack.stale`."""
+    program = traced_once(lambda packed, params, quant: stale(packed, params, quant, precision))
+    return lambda packed, params, quant: program(packed, params, _read(quant, precision))
 
 
 def scorer_of(model: ModelConfig, precision: Precision, sampling: SamplingConfig, prompt_len: int) -> Score:

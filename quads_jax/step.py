@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,12 @@ from quads_jax.models.routes import moe_layers
 from quads_jax.pack import gemm_role, has_codes, leaf_name, packed_bytes
 from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.programs import (
+    engine_program,
     flipped_by_layer_program,
     flipped_program,
     pack_program,
     rollout_program,
+    stale_program,
     statistics_program,
     update_program,
 )
@@ -125,13 +127,13 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
     """
     task, cfg = s.cfg.task, s.cfg.eval
     sampling = dataclasses.replace(s.sampling, temperature=0.0) if greedy else s.sampling
-    program = rollout_program(s.model, precision, sampling, task.tokenizer.pad_id, s.shape)
+    program = sampler(s, precision, sampling)
     scores: list[float] = []
     asked: list[Item] = []
     for start in range(0, cfg.prompts, s.shape[0]):
         prompts, valid, items = held_out_prompts(task, cfg.seed, start, s.shape[0])
         key = jax.random.fold_in(jax.random.key(cfg.seed), start)
-        batch = program(packed, quant, prompts, valid, key, jnp.int32(-1))
+        batch, _ = program(packed, quant, prompts, valid, key, jnp.int32(-1))
         scores += rewards(task, items, batch, s.shape[1]).tolist()
         asked += items
     by_task = mean_by_task(asked, scores) if len(task.labels) > 1 else {}
@@ -201,6 +203,44 @@ def group_prompts(s: Setup, step: int) -> tuple[np.ndarray, np.ndarray, list[Ite
     return np.repeat(prompts, group, 0), np.repeat(valid, group, 0), [item for item in items for _ in range(group)]
 
 
+def sampler(s: Setup, precision: Precision, sampling: SamplingConfig, group: int = 1) -> Callable:
+    """The engine of `rollout.engine`: (packed, quant, prompts and valid of every row, key, version) -> (RolloutBatch,
+    what the row of a step says of it). group: rows of a prompt, which are consecutive.
+    """
+    cfg, fixed = s.cfg.rollout, (s.model, precision, sampling, s.cfg.task.tokenizer.pad_id)
+    if cfg.engine == "static":
+        program = rollout_program(*fixed, s.shape)
+        return lambda *args: (program(*args), {})
+    slots, (rows, prompt_len) = cfg.slots or cfg.rows, s.shape
+    program = engine_program(*fixed, (rows // group, prompt_len), group, slots)
+
+    def run(packed, quant, prompts, valid, *rest):
+        batch, usage = program(packed, quant, prompts[::group], valid[::group], *rest, None)
+        steps, busy = int(usage.decode_steps), int(usage.busy)
+        used = busy / (steps * slots) if steps else 1.0
+        return batch, {"engine/decode_steps": steps, "engine/slots_used": used}
+
+    return run
+
+
+class StaleSync(RuntimeError):
+    """What the rollout would read is not what a sync of the current parameters gives."""
+
+
+def check_sync(s: Setup, state: TrainState, packed: Any) -> None:
+    """Raises StaleSync, naming every packed array that is not what `pack_weights` gives now: one that a sync did not
+    rewrite, which would sample from an older policy than the batch's version says ("sync/flipped" of the last step
+    says how much it should have changed).
+    """
+    with _phase(s, "pack"):
+        differs = jax.device_get(stale_program(s.model, s.recipe.rollout)(packed, state.params, state.quant))
+    if names := [name for name, wrong in differs.items() if wrong]:
+        raise StaleSync(
+            f"step {int(state.step) + 1}: {len(names)} of {len(differs)} packed arrays were not rewritten by the sync: "
+            f"{', '.join(names)}; pack the parameters again before the rollout"
+        )
+
+
 class NonFinite(FloatingPointError):
     """A step met NaN or infinity and was not applied. step: its number; state: before it, key included; batch: what was
     sampled, with rewards; figures: the metrics that show it.
@@ -223,9 +263,12 @@ def rl_step(
     prompts, valid, items = drawn
     clock, seconds, before = _Clock(), {}, state.key
     key, rollout_key = jax.random.split(state.key)
-    program = rollout_program(s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    if s.cfg.rollout.check_sync:
+        check_sync(s, state, packed)
+        seconds["check_sync"] = clock()
+    program = sampler(s, s.recipe.rollout, s.sampling, s.cfg.rollout.group_size)
     with _phase(s, "rollout"):
-        batch = program(packed, state.quant, prompts, valid, rollout_key, state.step)
+        batch, engine = program(packed, state.quant, prompts, valid, rollout_key, state.step)
         jax.block_until_ready(batch)
     seconds["rollout"] = clock()
     reward = rewards(s.cfg.task, items, batch, s.shape[1])
@@ -256,7 +299,7 @@ def rl_step(
     row = {"kind": "train", "step": step, "groups/mixed": int(groups), **metrics, **judged}
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
-    row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
+    row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed), **engine}
     return state, fresh, row | {f"seconds/{k}": v for k, v in seconds.items()}, batch
 
 
