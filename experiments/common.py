@@ -101,7 +101,7 @@ flags.DEFINE_string(
     "(timeout_min is 1440 unless given); cluster=local runs the jobs on this machine.",
 )
 flags.DEFINE_string("warm_starts", None, "Sweep: the folder that keeps its warm starts; default WORKDIR/warm_starts.")
-flags.DEFINE_bool("smoke", False, "Named sweep, paper: its tiny form, for a CPU.")
+flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput: its tiny form, for a CPU.")
 flags.DEFINE_string("figure", None, "paper: 1 to 7, 8a, table2, table3, table3_trained or dual_clip.")
 
 

@@ -48,6 +48,8 @@ ALLOWED = {
         "quads_jax.config_tree"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
+    "quads_jax.generation": ("quads_jax",),  # likewise
+    "quads_jax.random_weights": (*_LEFT_OF_RL, "quads_jax.rl"),
     "quads_jax.inspection": ("quads_jax",),  # likewise
     "quads_jax.gaps": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs", "quads_jax.step"),
