@@ -26,7 +26,7 @@ def test_tail_lengths_have_the_mean_asked_for_and_a_lognormal_tail(n, mean, most
     inside = np.sort(lengths)[(n // 10) : n // 2].astype(float)  # away from the cuts: the quantiles of N(ln median, 1)
     logs = np.log(inside) - np.log(np.median(lengths))
     expected = [NormalDist().inv_cdf((i + 0.5) / n) for i in range(n // 10, n // 2)]
-    np.testing.assert_allclose(logs, expected, atol=0.15)  # observed 0.1: rounding to whole tokens
+    np.testing.assert_allclose(logs, expected, atol=0.15)  # observed 0.013 and 0.084: rounding to whole tokens
     assert (throughput.tail_lengths(n, mean, most, 1) != lengths).any()
 
 

@@ -20,8 +20,8 @@ PARAMS = params()
 N, GROUP, NEW = 6, 2, 10
 PROMPTS, VALID, _ = TASK.prompts(0, "train", 0, N)
 P = TASK.prompt_len
-# prompts of different lengths, so that some need one chunk of 4 and some two
-VALID = VALID & (np.arange(P)[None] >= (np.arange(N) * 2 % 5)[:, None])
+# prompts of 7, 3, 5, 4, 6 and 3 tokens: of those that share a window one may need two chunks of 4, its mate one
+VALID = VALID & (np.arange(P)[None] >= np.array([0, 4, 2, 3, 1, 4])[:, None])
 FLOAT32, W4A4 = Precision(dtype="float32"), recipe("NAIVE").rollout
 VERSION = jnp.int32(3)
 CHI_SQUARE_16 = 46.0  # of 16 degrees of freedom: exceeded by one seed in 10,000 (their 1 - 1e-4 quantile is 45.9)
@@ -152,11 +152,8 @@ def test_the_samples_of_a_group_share_a_prompt_and_draw_their_own_streams():
     np.testing.assert_array_equal(batch.tokens[:, :P], np.repeat(PROMPTS, GROUP, 0))
     several = (batch.mask.sum(1).reshape(N, GROUP) > 2).all(1)
     assert several.sum() > 2 and (batch.tokens[::2, P:] != batch.tokens[1::2, P:]).any(1)[several].all()
-    # windows of slots / group = 2 prompts in chunks of 4; the longest go first: only the last two prompts, of 4
-    # tokens and fewer, fit one chunk
-    lengths = sorted(VALID.sum(1), reverse=True)
-    chunks = sum(-(-int(lengths[i]) // 4) for i in range(0, N, 2))
-    assert int(usage.windows) == 3 and int(usage.prefill_tokens) == 2 * 4 * chunks
+    # windows of slots / group = 2 prompts in chunks of 4, the longest first: 7 and 6 tokens, 5 and 4, 3 and 3
+    assert int(usage.windows) == 3 and int(usage.prefill_tokens) == 2 * 4 * (2 + 2 + 1)
 
 
 def test_log_probs_and_routes_are_the_full_forward_passes():
@@ -166,7 +163,7 @@ def test_log_probs_and_routes_are_the_full_forward_passes():
     program = functools.partial(score, model=MODEL, precision=FLOAT32, prompt_len=P)
     logp, _ = quick(functools.partial(program, sampling=cfg))(PARAMS, {}, *rows)
     gap = np.abs(np.asarray(logp) - batch.behaviour_logp)[batch.mask]
-    assert gap.max() < 5e-5  # observed 6e-6 nats: chunked prefill, cached decode, one full pass, in float32
+    assert gap.max() < 5e-5  # observed 3e-6 nats: chunked prefill, cached decode, one full pass, in float32
     wrong = np.abs(np.asarray(logp) - np.roll(batch.behaviour_logp, 1, 0))[batch.mask]
     assert wrong.max() > 0.1
 
