@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "main": "experiments.main_job",
     "train": "experiments.train",
     "warm_start": "experiments.warm_start",
+    "upcycle": "experiments.upcycle",
     "evaluate": "experiments.evaluate",
     "inspect": "experiments.inspect_model",
     "quantizer_speed": "experiments.quantizer_speed",
@@ -21,6 +22,7 @@ EXPERIMENTS = {
     "generate": "experiments.generate",
     "sweep": "experiments.sweep",
     "paper": "experiments.paper.main",
+    "export": "experiments.export",
     "report": "experiments.report",
     "replay": "experiments.replay",
 }

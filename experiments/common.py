@@ -25,10 +25,12 @@ from quads_jax import config_tree
 from quads_jax.checkpoints import LOCK, RunFolderError, locked, read_json, write_json
 from quads_jax.config import TrainConfig, changed_fields, check_train, read_config
 from quads_jax.device import OutOfMemory, deterministic
+from quads_jax.guards import GapAlarm
 from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.start import WeakStart, load_start
 from quads_jax.step import setup
+from quads_jax.sync import StaleSync
 from quads_jax.tasks import TASKS
 from quads_jax.train import Stopped, train
 
@@ -355,7 +357,7 @@ def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: P
     except Stopped as reason:
         print(f"\n{reason}", flush=True)
         sys.exit(EXIT_STOPPED)
-    except (WeakStart, RunFolderError, FloatingPointError, OutOfMemory) as error:
+    except (WeakStart, RunFolderError, FloatingPointError, GapAlarm, StaleSync, OutOfMemory) as error:
         sys.exit(f"\n{error}")
     finally:
         progress.finish()

@@ -58,16 +58,16 @@ def prefill(packed: Any, quant: Any, rounds: Any, *, model: ModelConfig, precisi
     return lax.fori_loop(0, rounds, step, (tokens, cache, jnp.zeros(rows)))[2]
 
 
-def attention(rounds: Any, *, model: ModelConfig, dtype: str, batch: int, context: int):
-    """Decode's attention alone, all layers: f32[batch, 1, H, d]."""
-    cache = init_cache(model, batch, context + MANY, dtype)
-    mask = jnp.ones((batch, 1, 1, context + MANY), bool)
+def attention(cache: Any, rounds: Any, *, model: ModelConfig):
+    """Decode's attention alone over all of a cache's slots, all layers: f32[batch, 1, H, d]."""
+    _, batch, slots, _, _ = cache[0].shape
+    mask = jnp.ones((batch, 1, 1, slots), bool)
 
     def layer(i, q):
         k, v = (lax.dynamic_index_in_dim(a, i % model.layers, keepdims=False) for a in cache)
         return q + jax.nn.dot_product_attention(q, k, v, mask=mask)
 
-    start = jnp.ones((batch, 1, model.heads, model.head_dim), dtype)
+    start = jnp.ones((batch, 1, model.heads, model.head_dim), cache[0].dtype)
     return lax.fori_loop(0, rounds * model.layers, layer, start).astype(jnp.float32)
 
 

@@ -14,7 +14,7 @@ from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.inspection import RATIOS, InspectConfig, Row, inspect_checkpoint, inspect_setup
-from quads_jax.plots import COLOURS
+from quads_jax.plots import COLOURS, heat_map
 
 # title: (key of a row, factor, digits)
 COLUMNS = {
@@ -149,15 +149,8 @@ def _heat_maps(rows: Sequence[Row]) -> Any:
             if key in row:
                 values[layers.index(row["layer"]), projections.index(row["projection"])] = factor * row[key]
         limits = {"vmin": 0, "vmax": largest} if factor == 100 else {}
-        image = ax.imshow(np.ma.masked_invalid(values), cmap="cividis", aspect="auto", **limits)
-        for (y, x), value in np.ndenumerate(values):
-            if not np.isnan(value):
-                box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
-                ax.text(x, y, f"{value:.{digits}f}", ha="center", va="center", fontsize=8, bbox=box)
-        ax.set(title=title, ylabel="layer", xticks=range(len(projections)), yticks=range(len(layers)))
-        ax.set_xticklabels(projections, rotation=40, ha="right")
-        ax.set_yticklabels(layers)
-        figure.colorbar(image, ax=ax)
+        heat_map(ax, values, layers, projections, digits, **limits)
+        ax.set(title=title, ylabel="layer")
     return figure
 
 

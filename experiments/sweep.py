@@ -127,7 +127,7 @@ def chosen() -> Sweep:
             grid={**known.grid, **grid},
             seeds=tuple(common.seeds(*known.seeds)),
             baseline=baseline or known.baseline,
-            **given,
+            **given | {"zips": (*known.zips, *given["zips"])},
         )
         if not baseline and not _has(sweep, known.baseline):
             print(f"no baseline: the axes leave out {known.baseline}")

@@ -22,6 +22,7 @@ from quads_jax.config import WarmStartConfig, parse_recipe
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.metrics import duration
 from quads_jax.models.config import ModelConfig
+from quads_jax.models.decoder import init_cache
 from quads_jax.models.presets import MODELS
 from quads_jax.pack import packed_bytes
 from quads_jax.precision import Recipe
@@ -150,7 +151,9 @@ def _decode(model: ModelConfig, recipe: Recipe, weights: tuple, batch: int, cont
     """
     shape = {"model": model, "batch": batch}
     step, once = decode_speed.seconds(decode_speed.decode, *weights, precision=recipe.rollout, context=context, **shape)
-    attention, _ = decode_speed.seconds(decode_speed.attention, dtype=recipe.rollout.dtype, context=context, **shape)
+    cache = init_cache(model, batch, context + decode_speed.MANY, recipe.rollout.dtype)
+    attention, _ = decode_speed.seconds(decode_speed.attention, cache, model=model)
+    del cache
     sampling, _ = decode_speed.seconds(decode_speed.sampling, **shape)
     parts = {"attention": attention, "sampling": sampling, "rest": step - attention - sampling}
     return {
@@ -267,6 +270,8 @@ def markdown(rows: list[Row]) -> str:
             continue
         parts = ", ".join(f"{1e3 * v:.2f}" for k, v in row.items() if k.startswith("seconds/"))
         lines.append(f"{head} {row['tokens_per_s']:,.1f} | {1e3 * row['seconds']:.2f} | {parts} |")
+    if not any(row["kind"] == "batching" for row in rows):
+        return "\n".join(lines) + "\n"
     lines += ["", "| recipe | slots | continuous, tokens/s | static | ratio | steps, static's, at least | lengths |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | --- | --- |")
     for row in (r for r in rows if r["kind"] == "batching"):

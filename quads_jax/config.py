@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import os
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,9 @@ from quads_jax.models.config import ModelConfig, check_model
 from quads_jax.precision import DEFAULT_ROLES, RECIPES, Recipe, recipe
 from quads_jax.rl.advantage import ADVANTAGES
 from quads_jax.rl.engine import check_engine
+from quads_jax.rl.optim import OptimConfig, decay_steps
 from quads_jax.rl.sampling import SamplingConfig, check_sampling
-from quads_jax.rl.update import OptimConfig, UpdateConfig
+from quads_jax.rl.update import UpdateConfig
 from quads_jax.tasks import TASKS
 from quads_jax.tasks.base import Task
 from quads_jax.tasks.chain_sum import ChainSum
@@ -23,7 +25,8 @@ from quads_jax.tasks.chain_sum import ChainSum
 REGISTRY = {Task: TASKS}
 SHIPPED_TASK = ChainSum(operands=6, digits=1, modulus=10)
 ENGINES = ("static", "continuous")
-MAY_CHANGE = ("steps", "checkpoint")  # of a TrainConfig, when a run is resumed
+# Of a TrainConfig, when a run is resumed; `steps` only where the learning rate does not depend on them.
+MAY_CHANGE = ("steps", "checkpoint", "alarm.gap_mean_stop")
 _ABSENT = object()
 
 # What a run can carry out, in float32 and with int32 sizes: (lowest, highest) by path. Where a value also depends on
@@ -35,7 +38,9 @@ _TEMPERATURE = (0.01, 100.0)
 _OPTIM_RANGES = {
     "optim.learning_rate": (1e-12, 1.0),
     "optim.warmup_steps": (0, MAX_INT),
+    "optim.final_scale": (0.0, 1.0),
     "optim.max_grad_norm": (1e-6, 1e30),
+    "optim.momentum": (0.0, 1 - 1e-6),
     "optim.b1": (0.0, 1 - 1e-6),
     "optim.b2": (0.0, 1 - 1e-6),
     "optim.eps": (1e-30, 1.0),
@@ -53,10 +58,12 @@ _TRAIN_RANGES = {
     "update.clip_high": (1e-6, 1e9),
     "update.dual_clip": (1.0, 1e9),
     "update.entropy_weight": (0.0, 1e6),
+    "update.kl_weight": (0.0, 1e6),
     "overlong_margin": (1, MAX_INT),
     "update.minibatches": (1, MAX_INT),
     "update.microbatches": (1, MAX_INT),
     **_OPTIM_RANGES,
+    **{f"alarm.gap_mean_{act}": (0.0, 1e9) for act in ("warn", "skip", "stop")},
     "eval.every": (1, MAX_INT),
     "eval.prompts": (1, MAX_INT),
     "eval.seed": (0, MAX_SEED),
@@ -133,6 +140,7 @@ class EvalConfig:
     seed: int = 0
     greedy: bool = False  # also greedily, before step 1 and after the last, under the rollout's precision
     forced: int = 0  # answers of the BF16 policy of the start, which every evaluation scores through both sides
+    layers: bool = False  # on those answers also the difference of the two sides, layer by layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +149,22 @@ class CheckpointConfig:
 
     every: int = 20  # steps between checkpoints; 0: only where a signal stops the run
     keep: int = 2  # the newest ones, beside the best; a damaged one needs another before it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlarmConfig:
+    """What a run does at a step whose mean gap over tokens of the current policy (gap/mean, in nats) is above a
+    threshold; none is off.
+    """
+
+    gap_mean_warn: float | None = None  # say so
+    gap_mean_skip: float | None = None  # do not apply the step, and go on to the next prompts
+    gap_mean_stop: float | None = None  # stop before the step is applied
+
+    @property
+    def limit(self) -> float | None:
+        """The gap above which a step is not applied."""
+        return self.gap_mean_stop if self.gap_mean_skip is None else self.gap_mean_skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,8 +185,14 @@ class TrainConfig:
     overlong_margin: int | None = None  # last tokens over which an answer's reward falls by up to 1 (DAPO); none: off
     update: UpdateConfig = UpdateConfig(minibatches=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-4, warmup_steps=5)
+    alarm: AlarmConfig = AlarmConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def decay_steps(self) -> int | None:
+        """`optim.decay_steps` of the run: none where the learning rate does not depend on its length."""
+        return decay_steps(self.optim, self.steps * self.update.minibatches)
 
     def sampling(self) -> SamplingConfig:
         """How the rollout draws tokens, and what the trainer scores them under."""
@@ -176,19 +206,25 @@ class TrainConfig:
 
 def run_hash(cfg: TrainConfig) -> str:
     """The config hash of what a run computes: a resume may change what it leaves out."""
-    free = {field.name: field.default for field in dataclasses.fields(cfg) if field.name in MAY_CHANGE}
-    return config_tree.config_hash(dataclasses.replace(cfg, **free))
+    cfg = dataclasses.replace(cfg, checkpoint=CheckpointConfig())
+    cfg = dataclasses.replace(cfg, alarm=dataclasses.replace(cfg.alarm, gap_mean_stop=None))
+    if cfg.optim.schedule == "constant":
+        cfg = dataclasses.replace(cfg, steps=TrainConfig().steps)
+    return config_tree.config_hash(cfg)
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The fields in which two JSON forms of a TrainConfig differ, with both values, but for those that a resume may
-    change.
+    change. Under a schedule that decays over the run, the steps done had the rates of the old number of steps.
     """
-    old, new = ({k: v for k, v in _flat(data) if k.partition(".")[0] not in MAY_CHANGE} for data in (before, now))
+    old, new = (dict(_flat(data)) for data in (before, now))
+    constant = all(data.get("optim.schedule", "constant") == "constant" for data in (old, new))
+    free = [name for name in MAY_CHANGE if constant or name != "steps"]
     return [
         f"{name}: {old.get(name, 'absent')} before, {new.get(name, 'absent')} now"
         for name in dict.fromkeys((*old, *new))
         if old.get(name, _ABSENT) != new.get(name, _ABSENT)
+        and not any(name == path or name.startswith(f"{path}.") for path in free)
     ]
 
 
@@ -304,7 +340,7 @@ def check_train(cfg: TrainConfig) -> Recipe:
             f"rollout.group_size={cfg.rollout.group_size} must be at least 2: a group of one has no baseline"
         )
     rows, group = cfg.rollout.rows, cfg.rollout.group_size
-    _check_rollout_engine(cfg.rollout, resolved)
+    _check_rollout_engine(cfg.rollout, resolved, cfg.update.zero_gap)
     if cfg.rollout.prompts % cfg.update.minibatches:
         raise ValueError(
             f"rollout.prompts={cfg.rollout.prompts} does not divide into update.minibatches={cfg.update.minibatches} "
@@ -322,10 +358,23 @@ def check_train(cfg: TrainConfig) -> Recipe:
         )
     if cfg.eval.forced > rows:
         raise ValueError(f"eval.forced={cfg.eval.forced} must be at most the {rows} rows of a step")
+    if cfg.eval.layers and not cfg.eval.forced:
+        raise ValueError("eval.layers=true compares both sides on the answers of eval.forced: set that, e.g. to 64")
     if cfg.recipe.refresh_every and not resolved.rollout.needs_order:
         raise ValueError(
             f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect on {resolved.label}: "
             "only policies block and static read channel orders"
+        )
+    with config_tree.located("optim"):
+        _ = cfg.decay_steps
+    _check_alarm(cfg.alarm)
+    if cfg.update.zero_gap and cfg.alarm != AlarmConfig():
+        raise ValueError("alarm thresholds have no effect with update.zero_gap, whose gap is 0: leave them out")
+    if cfg.update.kl_in == "reward" and cfg.advantage == "grpo" and not cfg.dynamic_sampling:
+        raise ValueError(
+            "update.kl_in='reward' with advantage='grpo': where all answers of a group are right, or none is, dividing "
+            "by the group's deviation makes advantages of size 1 of the KL alone, whatever update.kl_weight; take "
+            "advantage=dr_grpo or rloo, or dynamic_sampling=true"
         )
     if cfg.checkpoint.every < 0:
         raise ValueError(f"checkpoint.every={cfg.checkpoint.every} must be 0 (off) or a number of steps")
@@ -337,7 +386,7 @@ def check_train(cfg: TrainConfig) -> Recipe:
     return resolved
 
 
-def _check_rollout_engine(cfg: RolloutConfig, resolved: Recipe) -> None:
+def _check_rollout_engine(cfg: RolloutConfig, resolved: Recipe, zero_gap: bool) -> None:
     if cfg.engine not in ENGINES:
         raise ValueError(f"rollout.engine={cfg.engine!r} is not one of {', '.join(ENGINES)}")
     if cfg.engine == "static":
@@ -349,13 +398,27 @@ def _check_rollout_engine(cfg: RolloutConfig, resolved: Recipe) -> None:
         return
     if cfg.slots is not None and cfg.slots > cfg.rows:
         raise ValueError(f"rollout.slots={cfg.slots} exceeds the {cfg.rows} rows of a step: the rest would stay idle")
+    if zero_gap:
+        raise ValueError(
+            "update.zero_gap=True needs rollout.engine=static: its update repeats the static program, bit for bit"
+        )
     with config_tree.located(f"rollout.engine=continuous, recipe {resolved.label}"):
         check_engine(resolved.rollout, cfg.slots or cfg.rows, cfg.group_size)
+
+
+def _check_alarm(alarm: AlarmConfig) -> None:
+    """Raises ValueError on a threshold that the next one leaves without effect."""
+    given = [(path, value) for path, value in dataclasses.asdict(alarm).items() if value is not None]
+    for (path, value), (above, limit) in itertools.pairwise(given):
+        if value >= limit:
+            raise ValueError(f"alarm.{path}={value} has no effect: it must lie below alarm.{above}={limit}")
 
 
 def check_warm_start(cfg: WarmStartConfig) -> None:
     """Raises ValueError on a config that cannot run."""
     _check_ranges(cfg, _WARM_START_RANGES)
+    with config_tree.located("optim"):
+        decay_steps(cfg.optim, cfg.steps)
     with config_tree.located("model"):
         check_model(cfg.model)
     if len(set(cfg.model.dense_layers)) < len(cfg.model.dense_layers):

@@ -1,4 +1,5 @@
-"""NaN and infinity, after a step that met them: which tensor it was, and a folder that repeats the step.
+"""NaN, infinity and a gap above the alarm, after a step that met them: which tensor it was, and a folder that repeats
+the step.
 
 The step itself only looks whether its metrics are finite and applies nothing otherwise (`rl.update.update`); all that
 is slow happens here, once, at the end of a run.
@@ -27,11 +28,13 @@ from quads_jax.models.layers import GEMM_ROLES
 from quads_jax.models.routes import replayed
 from quads_jax.pack import is_packed, leaf_name
 from quads_jax.precision import Precision
-from quads_jax.programs import pack_program, scorer_of
+from quads_jax.programs import pack_program, replay_program, scorer_of
+from quads_jax.rl.losses import gap_metrics
+from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import OptimConfig, UpdateConfig, gradient, make_optimizer, minibatches, score_batch
-from quads_jax.step import NonFinite, Setup, init_state, setup
+from quads_jax.rl.update import UpdateConfig, gradient, minibatch, minibatches, score_batch
+from quads_jax.step import GapAboveStop, Held, NonFinite, Setup, init_state, setup
 
 
 def explained(s: Setup, fault: NonFinite, folder: Path) -> FloatingPointError:
@@ -42,18 +45,38 @@ def explained(s: Setup, fault: NonFinite, folder: Path) -> FloatingPointError:
     shown = ", ".join(f"{k}={v}" for k, v in fault.figures.items())
     first = found[0] if found else "no tensor computed again has one"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    path = folder / f"repro-step{fault.step}"
-    try:
-        save_repro(path, s, fault, found)
-        kept = f"python launch.py --experiment=replay --workdir={path} repeats it"
-    except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)
-        kept = f"its state could not be written to {path}: {error}"
+    kept = _kept(s, fault, folder, found)
     return FloatingPointError(
         f"step {fault.step}: not finite: {first}{more}; metrics {shown}. The step was not applied, the checkpoint "
         f"before it is kept; {kept}. Lower optim.learning_rate, or look at rollout.temperature and at the weights of "
         "init"
     )
+
+
+class GapAlarm(RuntimeError):
+    """A run stopped at alarm.gap_mean_stop."""
+
+
+def alarmed(s: Setup, fault: GapAboveStop, folder: Path) -> GapAlarm:
+    """The error of a run in `folder` whose gap is above the threshold, with the step saved as in `explained`."""
+    kept = _kept(s, fault, folder, list(search(s, fault.state, fault.batch)))
+    gap = fault.figures["gap/mean"]
+    return GapAlarm(
+        f"step {fault.step}: gap/mean={gap:.4g} nats is above alarm.gap_mean_stop={s.cfg.alarm.gap_mean_stop:g} "
+        f"(gap/p99={fault.figures['gap/p99']:.4g}, gap/max={fault.figures['gap/max']:.4g}). The step was not applied, "
+        f"the checkpoint before it is kept; {kept}. To go on from there, resume with a higher alarm.gap_mean_stop"
+    )
+
+
+def _kept(s: Setup, fault: Held, folder: Path, found: list[str]) -> str:
+    """Saves the step to `folder`/repro-step<k>, and says where it is."""
+    path = folder / f"repro-step{fault.step}"
+    try:
+        save_repro(path, s, fault, found)
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        return f"its state could not be written to {path}: {error}"
+    return f"python launch.py --experiment=replay --workdir={path} repeats it"
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -62,7 +85,8 @@ def explained(s: Setup, fault: NonFinite, folder: Path) -> FloatingPointError:
 def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
     """What is not finite in the step from `state` on the sampled `batch`, a line a tensor, in the order in which it is
     computed: parameters and optimizer, packed weights (their global scales), activations and log-probs of the rollout,
-    rewards, activations and log-probs of the trainer, loss, gradients and new parameters of each minibatch.
+    rewards, activations and log-probs of the trainer, loss, gradients and new parameters of each minibatch. And a mean
+    gap above alarm.gap_mean_stop.
     """
     cfg, model = s.cfg.update, s.model
     yield from _bad_leaves("parameter", state.params, model)
@@ -73,20 +97,32 @@ def search(s: Setup, state: TrainState, batch: RolloutBatch) -> Iterator[str]:
     yield from _bad_activations("rollout's activation", state, batch, model, s.recipe.rollout)
     first = s.shape[1]
     yield from _bad_tokens("behaviour log-prob", jnp.where(batch.mask, batch.behaviour_logp, 0.0), first)
+    if batch.ref_logp is not None:
+        yield from _bad_tokens("reference log-prob", jnp.where(batch.mask, batch.ref_logp, 0.0), first)
     for name in ("reward", "advantage"):
         rows = np.flatnonzero(~np.isfinite(values := np.asarray(getattr(batch, name))))
         yield from (f"{name}, row {row}: {values[row]}" for row in rows)
     replay = batch.routes if cfg.routing_replay else None
     yield from _bad_activations("trainer's activation", state, batch, model, s.recipe.trainer, replay)
 
-    scored, gradient_of, applied = _trainer_programs(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, cfg, s.shape)
-    logp, entropy, _ = scored(state, batch)
+    static = s.model, s.recipe.trainer, s.sampling, s.cfg.optim, cfg, s.shape, s.cfg.decay_steps
+    scored, gradient_of, applied = _trainer_programs(*static)
+    logp, entropy, *_ = scored(state, batch)
     yield from _bad_tokens("trainer log-prob", jnp.where(batch.mask, logp, 0.0), first)
     yield from _bad_tokens("trainer entropy", jnp.where(batch.mask, entropy, 0.0), first)
+    value = None
+    if cfg.zero_gap:
+        rollout = s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape
+        logp = value = replay_program(*rollout)(packed, state.quant, batch)
+        yield from _bad_tokens("replayed log-prob", jnp.where(batch.mask, value, 0.0), first)
+    yield from _wide_gap(s, state, batch, logp)
     data = minibatches(batch, logp, cfg, s.sampling.max_new_tokens)
     params, opt_state = state.params, state.opt_state
     for i in range(cfg.minibatches):
-        part, at = jax.tree.map(lambda a, i=i: a[i], data), f" of minibatch {i}"
+        if cfg.zero_gap and i:
+            packed = pack_program(model, s.recipe.rollout)(params, state.quant)
+            value = replay_program(*rollout)(packed, state.quant, batch)
+        part, at = minibatch(data, i, value), f" of minibatch {i}"
         (loss, _), grads = gradient_of(params, state.quant, part)
         if not np.isfinite(loss):
             if i:  # with the parameters that the minibatches before it left, over the whole batch
@@ -115,12 +151,13 @@ def _trainer_programs(
     optim: OptimConfig,
     cfg: UpdateConfig,
     shape: tuple[int, int],
+    decay: int | None,
 ) -> tuple[Callable, Callable, Callable]:
     """The parts of `rl.update.update`: log-probs and entropy of a batch of prompts [shape]; loss and gradient of a
     minibatch; (parameters, optimizer state, norms of the gradient and of the change) after it.
     """
     score = scorer_of(model, precision, sampling, shape[1])
-    optimizer, chunk = make_optimizer(optim), shape[0] // (cfg.minibatches * cfg.microbatches)
+    optimizer, chunk = make_optimizer(optim, decay), shape[0] // (cfg.minibatches * cfg.microbatches)
 
     def applied(params, opt_state, grads):
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -162,6 +199,19 @@ def _bad_tokens(name: str, values: Any, first: int) -> Iterator[str]:
         yield f"{name}, row {row}, token {token - first}: {values[row, token]} ({int(bad.sum())} tokens in all)"
 
 
+def _wide_gap(s: Setup, state: TrainState, batch: RolloutBatch, logp: Any) -> Iterator[str]:
+    """A line where the mean gap is above alarm.gap_mean_stop, with the token of the largest."""
+    stop, current = s.cfg.alarm.gap_mean_stop, batch.mask & (batch.version == state.step)[:, None]
+    if stop is None:
+        return
+    gap = np.where(current, np.abs(np.asarray(batch.behaviour_logp) - np.asarray(logp)), 0.0)
+    mean = float(gap_metrics(batch.behaviour_logp, logp, current)["gap/mean"])
+    if mean > stop:
+        row, token = np.unravel_index(np.argmax(gap), gap.shape)
+        largest = f"the largest, {gap[row, token]:.4g}, at row {row}, token {token - s.shape[1]}"
+        yield f"mean gap {mean:.4g} nats, above alarm.gap_mean_stop={stop:g}; {largest}"
+
+
 def _bad_activations(
     what: str, state: TrainState, batch: RolloutBatch, model: ModelConfig, p: Precision, replay: Any = None
 ) -> list[str]:
@@ -201,7 +251,7 @@ def _bad_inputs(
 # The step, kept -------------------------------------------------------------------------------------------------------
 
 
-def save_repro(folder: Path, s: Setup, fault: NonFinite, found: list[str]) -> None:
+def save_repro(folder: Path, s: Setup, fault: Held, found: list[str]) -> None:
     """Writes `folder`: step.msgpack (state before the step with its key, the sampled batch) and, last, repro.json."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

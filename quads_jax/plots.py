@@ -31,6 +31,21 @@ def canvas(panels: int, width: float = 6.5, height: float = 4.8, columns: int | 
     return figure, axes[:panels]
 
 
+def heat_map(ax, values: np.ndarray, down: Sequence, across: Sequence, digits: int, **limits: float) -> None:
+    """values f[rows, columns] as colours with their numbers, empty where NaN, beside a colour bar. limits: vmin, vmax,
+    where several are to share their colours.
+    """
+    image = ax.imshow(np.ma.masked_invalid(values), cmap="cividis", aspect="auto", **limits)
+    for (y, x), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+            ax.text(x, y, f"{value:.{digits}f}", ha="center", va="center", fontsize=8, bbox=box)
+    ax.set(xticks=range(len(across)), yticks=range(len(down)))
+    ax.set_xticklabels(across, rotation=40, ha="right")
+    ax.set_yticklabels(down)
+    ax.figure.colorbar(image, ax=ax)
+
+
 def save(figure, path: Path) -> None:
     """Draws the grid and the legend, each label once, and writes the picture."""
     legend = {}

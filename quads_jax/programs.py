@@ -11,16 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quads_jax.models.config import ModelConfig
 from quads_jax.pack import flipped_by_layer, flipped_share, pack, stale
 from quads_jax.precision import Precision
 from quads_jax.rl.calibration import channel_statistics
 from quads_jax.rl.engine import Usage, run_queue
+from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.rollout import rollout, score
-from quads_jax.rl.sampling import SamplingConfig
+from quads_jax.rl.sampling import DRAWN, SamplingConfig
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import OptimConfig, Score, UpdateConfig, make_optimizer, update
+from quads_jax.rl.update import Score, UpdateConfig, score_rows, update
 
 
 def traced_once(fn: Callable, **jit_options: Any) -> Callable:
@@ -42,7 +44,7 @@ def traced_once(fn: Callable, **jit_options: Any) -> Callable:
     return jax.jit(guarded, **jit_options)
 
 
-def _read(quant: Any, precision: Precision) -> Any:
+def read_orders(quant: Any, precision: Precision) -> Any:
     """The channel orders that a precision reads: {} for none, so that a side which reads none has one program, whatever
     the other side keeps.
     """
@@ -53,7 +55,7 @@ def _read(quant: Any, precision: Precision) -> Any:
 def pack_program(model: ModelConfig, precision: Precision) -> Callable:
     """(params, quant) -> packed parameters."""
     program = traced_once(lambda params, quant: pack(params, quant, precision))
-    return lambda params, quant: program(params, _read(quant, precision))
+    return lambda params, quant: program(params, read_orders(quant, precision))
 
 
 @functools.cache
@@ -70,12 +72,44 @@ def flipped_by_layer_program(model: ModelConfig, precision: Precision) -> Callab
 
 @functools.cache
 def rollout_program(
-    model: ModelConfig, precision: Precision, sampling: SamplingConfig, pad_id: int, shape: tuple[int, int]
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    pad_id: int,
+    shape: tuple[int, int],
+    forcing: bool = False,
 ) -> Callable:
-    """(packed, quant, prompts i32[shape], valid, key, version) -> RolloutBatch."""
+    """(packed, quant, prompts i32[shape], valid, key, version) -> RolloutBatch. forcing: one program that also takes
+    forced tokens, in a last place that may be left out.
+    """
     fixed = functools.partial(rollout, model=model, precision=precision, sampling=sampling, pad_id=pad_id)
     program = traced_once(fixed)
-    return lambda packed, quant, *rest: program(packed, _read(quant, precision), *rest)
+    if not forcing:
+        return lambda packed, quant, *rest: program(packed, read_orders(quant, precision), *rest)
+    drawn = np.full((shape[0], sampling.max_new_tokens), DRAWN, np.int32)
+
+    def run(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any, forced: Any = drawn):
+        return program(packed, read_orders(quant, precision), prompts, valid, key, version, forced)
+
+    return run
+
+
+@functools.cache
+def replay_program(
+    model: ModelConfig, precision: Precision, sampling: SamplingConfig, pad_id: int, shape: tuple[int, int]
+) -> Callable:
+    """(packed, quant, batch) -> log-probs f32[B,T] in nats of the sampled tokens, 0 elsewhere: the rollout's program of
+    `forcing`, once more.
+    """
+    program = rollout_program(model, precision, sampling, pad_id, shape, forcing=True)
+
+    def run(packed: Any, quant: Any, batch: RolloutBatch) -> jax.Array:
+        tokens, prompt_len = batch.tokens, shape[1]
+        prompts = tokens[:, :prompt_len], batch.valid[:, :prompt_len]
+        key = jax.random.key(0)  # nothing is drawn
+        return program(packed, quant, *prompts, key, jnp.int32(-1), tokens[:, prompt_len:]).behaviour_logp
+
+    return run
 
 
 @functools.cache
@@ -91,14 +125,37 @@ def engine_program(
     """(packed, quant, prompts i32[shape], valid, key, version, limits or none) -> `rl.engine.run_queue`."""
     static = {"model": model, "precision": precision, "sampling": sampling, "pad_id": pad_id}
     program = traced_once(functools.partial(run_queue, group=group, slots=slots, **static))
-    return lambda packed, quant, *rest: program(packed, _read(quant, precision), *rest)
+    return lambda packed, quant, *rest: program(packed, read_orders(quant, precision), *rest)
+
+
+def continuous_program(
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    pad_id: int,
+    shape: tuple[int, int],
+    group: int,
+    slots: int,
+) -> Callable[..., tuple[RolloutBatch, dict[str, float]]]:
+    """As `rollout_program`, prompts of every row given, each repeated for its `group` -> (RolloutBatch, figures for the
+    row of a step: decode steps, and the share of their slots that held an unfinished request).
+    """
+    rows, prompt_len = shape
+    program = engine_program(model, precision, sampling, pad_id, (rows // group, prompt_len), group, slots)
+
+    def run(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any):
+        batch, usage = program(packed, quant, prompts[::group], valid[::group], key, version, None)
+        steps, busy = int(usage.decode_steps), int(usage.busy)
+        return batch, {"engine/decode_steps": steps, "engine/slots_used": busy / (steps * slots) if steps else 1.0}
+
+    return run
 
 
 @functools.cache
 def stale_program(model: ModelConfig, precision: Precision) -> Callable:
     """(packed, params, quant) -> `pack.stale`."""
     program = traced_once(lambda packed, params, quant: stale(packed, params, quant, precision))
-    return lambda packed, params, quant: program(packed, params, _read(quant, precision))
+    return lambda packed, params, quant: program(packed, params, read_orders(quant, precision))
 
 
 def scorer_of(model: ModelConfig, precision: Precision, sampling: SamplingConfig, prompt_len: int) -> Score:
@@ -114,12 +171,15 @@ def update_program(
     optim: OptimConfig,
     cfg: UpdateConfig,
     shape: tuple[int, int],
+    decay: int | None = None,
+    gap_limit: float | None = None,
 ) -> Callable:
-    """(state, batch of prompts [shape]) -> (state, metrics); the state's buffers are donated."""
+    """(state, batch of prompts [shape]) -> (state, metrics); the state's buffers are donated. decay: `decay_steps` of
+    the optimizer; gap_limit as in `update`.
+    """
     scorer = scorer_of(model, precision, sampling, shape[1])
-    step = functools.partial(
-        update, score=scorer, optimizer=make_optimizer(optim), cfg=cfg, max_len=sampling.max_new_tokens
-    )
+    fixed = {"optimizer": make_optimizer(optim, decay), "cfg": cfg, "max_len": sampling.max_new_tokens}
+    step = functools.partial(update, score=scorer, **fixed, gap_limit=gap_limit)
     program = traced_once(step, donate_argnums=0)
 
     def run(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, dict[str, Any]]:
@@ -129,6 +189,22 @@ def update_program(
         return new.replace(quant=state.quant), metrics
 
     return run
+
+
+@functools.cache
+def logp_program(
+    model: ModelConfig, precision: Precision, sampling: SamplingConfig, shape: tuple[int, int], chunk: int
+) -> Callable:
+    """(params, quant, batch of prompts [shape]) -> log-probs f32[B,T] of a full forward pass, `chunk` rows at a time.
+    params: f32 masters, or packed ones that hold no codes.
+    """
+    scorer = scorer_of(model, precision, sampling, shape[1])
+
+    def logp(params: Any, quant: Any, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+        return score_rows(functools.partial(scorer, params, quant), {"tokens": tokens, "valid": valid}, chunk).logp
+
+    program = traced_once(logp)
+    return lambda params, quant, batch: program(params, read_orders(quant, precision), batch.tokens, batch.valid)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quads_jax import results
-from quads_jax.plots import canvas, look, save, smooth
+from quads_jax.plots import canvas, heat_map, look, save, smooth
 from quads_jax.results import ENTROPY_STEPS, FINAL_EVALS, PRECISIONS, Measured, Quantities, Run, load_run, read_json
 
 
@@ -34,7 +34,7 @@ def load_runs(workdir: str | os.PathLike) -> dict[str, list[Run]]:
 
 def write_report(workdir: str | os.PathLike) -> Path:
     """Writes REPORT.md, summary.json, reward.png, pass_at_1.png and gap.png into `workdir`, and pass_at_1_by_task.png
-    where evaluations have several tasks; gives REPORT.md's path.
+    where evaluations have several tasks, layers.png where they compare layers; gives REPORT.md's path.
 
     Raises:
         ValueError: the folder holds no run and its config names no recipe.
@@ -96,6 +96,7 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
             "gap, mean over steps": ("gap, mean (nats)", ".3g"),
             "gap p99, mean over steps": ("gap, p99 (nats)", ".3g"),
             "gap maximum, median over steps": ("gap, max (nats)", ".3g"),
+            "steps skipped by the alarm": ("steps skipped by the alarm", ".3g"),
             "entropy at the end": ("entropy (nats)", ".3g"),
             "sampling speed": ("tokens/s", ",.0f"),
             "time a run": ("minutes", ".1f"),
@@ -105,7 +106,44 @@ def _markdown(job: dict[str, Any], recipes: dict[str, list[Run]], measured: dict
         f"steps' mean. Tokens/s: sampled tokens a second of rollout, median over the steps after the first.",
         "![Gap by step](gap.png)",
         "![Reward by step](reward.png)",
+        *(LAYERS if _layered(recipes) else ()),
     ]) + "\n"
+
+
+LAYERS = (
+    "## Difference of the two sides by layer",
+    "||rollout - trainer|| / ||trainer|| (%) on fixed answers of the BF16 policy of the start, each side on its own "
+    "activations, at the first and at the last evaluation of the first seed. Residual: the stream after the layer.",
+    "![Difference of the two sides by layer](layers.png)",
+)
+
+
+def _layered(recipes: dict[str, list[Run]]) -> dict[str, Run]:
+    """The first run of each recipe that has rows of layers."""
+    return {label: with_rows[0] for label, runs in recipes.items() if (with_rows := [r for r in runs if r.layers])}
+
+
+def _draw_layers(path: Path, runs: dict[str, Run]) -> None:
+    """A line of two heat maps a run, layers down and sites across, all in the same colours."""
+    from matplotlib.figure import Figure  # without pyplot, so Agg draws
+
+    maps = []
+    for label, run in runs.items():
+        for what, step in (("first", min(run.layers)), ("last", max(run.layers))):
+            row = run.layers[step]
+            cells = {tuple(name.split("/", 1)): 100 * value for name, value in row.items() if name[0].isdigit()}
+            layers = sorted({int(layer) for layer, _ in cells})
+            sites = list(dict.fromkeys(site for _, site in cells))
+            values = np.array([[cells.get((str(layer), site), np.nan) for site in sites] for layer in layers])
+            maps.append((f"{label}, {what} evaluation (step {step})", values, layers, sites))
+    columns, rows = max(len(m[3]) for m in maps), max(len(m[2]) for m in maps)
+    figure = Figure(figsize=(2 + 1.8 * columns, (1.6 + 0.4 * rows) * len(runs)), layout="constrained")
+    largest = max(np.nanmax(values) for _, values, _, _ in maps)
+    axes = figure.subplots(len(runs), 2, squeeze=False).flatten()
+    for ax, (title, values, layers, sites) in zip(axes, maps, strict=True):
+        heat_map(ax, values, layers, sites, 1, vmin=0, vmax=largest)
+        ax.set(title=title, ylabel="layer")
+    figure.savefig(path, dpi=130)
 
 
 def _by_task(recipes: dict[str, list[Run]], measured: dict[str, dict[str, Measured]],
@@ -157,7 +195,9 @@ def _all(recipes: dict[str, list[Run]]) -> list[Run]:
 
 
 def _draw(workdir: Path, recipes: dict[str, list[Run]], tasks: Sequence[str]) -> None:
-    """reward.png, pass_at_1.png and gap.png; with several tasks pass_at_1_by_task.png."""
+    """reward.png, pass_at_1.png and gap.png; with several tasks pass_at_1_by_task.png; layers.png of rows of layers."""
+    if layered := _layered(recipes):
+        _draw_layers(workdir / "layers.png", layered)
     steps = max((len(run.train) for run in _all(recipes)), default=0)
     window = 2 * (steps // 20) + 1  # a tenth of the run, odd
     thin = "single seeds" if any(len(runs) > 1 for runs in recipes.values()) else "every step"

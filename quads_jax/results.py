@@ -21,7 +21,7 @@ GREEDY = "greedy"  # evaluations of the rollout's precision that take the likeli
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One seed of one recipe. `train` is {step: row}; `evals` is {precision or "greedy": {step: row}}; `forced` is
-    {step: row}, the gap on fixed sequences; all by rising step.
+    {step: row}, the gap on fixed sequences, and `layers` the sides' difference by layer on them; all by rising step.
     """
 
     label: str
@@ -31,6 +31,7 @@ class Run:
     steps: int | None  # planned
     info: dict[str, Any]  # run.json
     forced: dict[int, dict] = dataclasses.field(default_factory=dict)
+    layers: dict[int, dict] = dataclasses.field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -81,6 +82,7 @@ def load_run(folder: Path) -> Run:
                 for p in (*PRECISIONS, GREEDY)
             },
             forced={row["step"]: row for row in rows if row["kind"] == "forced"},
+            layers={row["step"]: row for row in rows if row["kind"] == "layers"},
             steps=_find(read_json(folder / "config.json"), "steps"),
             info=read_json(folder / "run.json"),
         )
@@ -148,6 +150,11 @@ def _mean(values: Iterable[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+def _total(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return float(sum(values)) if values else None
+
+
 def _median(values: Iterable[float]) -> float | None:
     values = list(values)
     return float(np.median(values)) if values else None
@@ -195,6 +202,7 @@ QUANTITIES: Quantities = {
     "teacher-forced gap after": ("nats", lambda run: _mean(_forced(run)[1:][-FINAL_EVALS:])),
     "greedy pass@1 before, rollout precision": ("%", lambda run: before(run.scores(GREEDY))),
     "greedy pass@1 after, rollout precision": ("%", lambda run: _last(run.scores(GREEDY))),
+    "steps skipped by the alarm": ("steps", lambda run: _total(run.series("alarm/skipped").values())),
     "entropy at the end": ("nats", lambda run: _mean(list(run.series("entropy").values())[-ENTROPY_STEPS:])),
     "sampling speed": ("tokens/s", lambda run: _median(list(run.series("tokens_per_s").values())[1:])),
     "time a run": ("minutes", lambda run: run.info["seconds"] / 60 if "seconds" in run.info else None),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quads_jax.config import TrainConfig, check_train
+from quads_jax.config import AlarmConfig, TrainConfig, check_train
 from quads_jax.device import memory_phase
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
@@ -20,22 +20,25 @@ from quads_jax.models.routes import moe_layers
 from quads_jax.pack import gemm_role, has_codes, leaf_name, packed_bytes
 from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.programs import (
-    engine_program,
+    continuous_program,
     flipped_by_layer_program,
     flipped_program,
+    logp_program,
     pack_program,
     rollout_program,
-    stale_program,
     statistics_program,
     update_program,
 )
 from quads_jax.rl.advantage import ADVANTAGES, mixed_groups
 from quads_jax.rl.calibration import channel_orders
+from quads_jax.rl.kl import kl_reward
+from quads_jax.rl.optim import learning_rate, make_optimizer, steps_done
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.shaping import overlong_penalty
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import learning_rate, make_optimizer
+from quads_jax.sync import check_sync
 from quads_jax.tasks import Item, Task, mean_by_task
+from quads_jax.zero_gap import zero_gap_program
 
 CALIBRATION_ROWS = 256
 
@@ -127,7 +130,7 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
     """
     task, cfg = s.cfg.task, s.cfg.eval
     sampling = dataclasses.replace(s.sampling, temperature=0.0) if greedy else s.sampling
-    program = sampler(s, precision, sampling)
+    program = _rollout(s, precision, sampling)
     scores: list[float] = []
     asked: list[Item] = []
     for start in range(0, cfg.prompts, s.shape[0]):
@@ -167,21 +170,49 @@ def _phase(s: Setup, name: str) -> Any:
     rollout, update = s.cfg.rollout, s.cfg.update
     batch = f"lower rollout.prompts={rollout.prompts} or rollout.group_size={rollout.group_size}"
     longer = f"{batch}, or rollout.max_new_tokens={s.sampling.max_new_tokens}"
-    chunk = s.shape[0] // (update.minibatches * update.microbatches)
+    chunk = _chunk(s)
     advice = {
         "pack": "parameters, optimizer and two copies of packed weights fill the device: take a smaller model",
         "calibrate": f"{batch} (a refresh reads the rows of a step)",
         "rollout": longer,
+        "score": f"raise update.microbatches={update.microbatches} (now {chunk} rows at once), or {longer}",
         "update": f"raise update.microbatches={update.microbatches} (now {chunk} rows at once), or {longer}",
         "evaluate": f"{longer} (evaluations take eval.prompts={s.cfg.eval.prompts} in the batches of a step)",
     }
     return memory_phase(name, advice[name])
 
 
+def _chunk(s: Setup) -> int:
+    """Rows of a trainer's pass."""
+    return s.shape[0] // (s.cfg.update.minibatches * s.cfg.update.microbatches)
+
+
 def pack_weights(s: Setup, state: TrainState) -> Any:
     """The weight sync: what the rollout reads of the current parameters."""
     with _phase(s, "pack"):
         return jax.block_until_ready(pack_program(s.model, s.recipe.rollout)(state.params, state.quant))
+
+
+def _rollout(s: Setup, precision: Precision, sampling: SamplingConfig, group: int = 1) -> Callable:
+    """(packed, quant, prompts and valid of every row, key, version) -> (RolloutBatch, figures of the row of a step), by
+    rollout.engine: `programs.rollout_program`, with update.zero_gap the one that the update runs again, which
+    evaluations share; or `programs.continuous_program`. group: rows of a prompt.
+    """
+    cfg, fixed = s.cfg.rollout, (s.model, precision, sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    if cfg.engine == "continuous":
+        return continuous_program(*fixed, group, cfg.slots or cfg.rows)
+    forcing = s.cfg.update.zero_gap and precision == s.recipe.rollout
+    program = rollout_program(*fixed, forcing=True) if forcing else rollout_program(*fixed)
+    return lambda *arguments: (program(*arguments), {})
+
+
+def _update(s: Setup, state: TrainState, batch: RolloutBatch, packed: Any) -> tuple[TrainState, dict[str, Any]]:
+    """(state, metrics) after the update on a batch that `packed` sampled; the given state may be donated."""
+    fixed = s.cfg.optim, s.cfg.update, s.shape, s.cfg.decay_steps
+    if not s.cfg.update.zero_gap:
+        return update_program(s.model, s.recipe.trainer, s.sampling, *fixed, s.cfg.alarm.limit)(state, batch)
+    sides = s.recipe.rollout, s.recipe.trainer, s.sampling, s.cfg.task.tokenizer.pad_id
+    return zero_gap_program(s.model, *sides, *fixed)(state, batch, packed)
 
 
 class _Clock:
@@ -203,47 +234,9 @@ def group_prompts(s: Setup, step: int) -> tuple[np.ndarray, np.ndarray, list[Ite
     return np.repeat(prompts, group, 0), np.repeat(valid, group, 0), [item for item in items for _ in range(group)]
 
 
-def sampler(s: Setup, precision: Precision, sampling: SamplingConfig, group: int = 1) -> Callable:
-    """The engine of `rollout.engine`: (packed, quant, prompts and valid of every row, key, version) -> (RolloutBatch,
-    what the row of a step says of it). group: rows of a prompt, which are consecutive.
-    """
-    cfg, fixed = s.cfg.rollout, (s.model, precision, sampling, s.cfg.task.tokenizer.pad_id)
-    if cfg.engine == "static":
-        program = rollout_program(*fixed, s.shape)
-        return lambda *args: (program(*args), {})
-    slots, (rows, prompt_len) = cfg.slots or cfg.rows, s.shape
-    program = engine_program(*fixed, (rows // group, prompt_len), group, slots)
-
-    def run(packed, quant, prompts, valid, *rest):
-        batch, usage = program(packed, quant, prompts[::group], valid[::group], *rest, None)
-        steps, busy = int(usage.decode_steps), int(usage.busy)
-        used = busy / (steps * slots) if steps else 1.0
-        return batch, {"engine/decode_steps": steps, "engine/slots_used": used}
-
-    return run
-
-
-class StaleSync(RuntimeError):
-    """What the rollout would read is not what a sync of the current parameters gives."""
-
-
-def check_sync(s: Setup, state: TrainState, packed: Any) -> None:
-    """Raises StaleSync, naming every packed array that is not what `pack_weights` gives now: one that a sync did not
-    rewrite, which would sample from an older policy than the batch's version says ("sync/flipped" of the last step
-    says how much it should have changed).
-    """
-    with _phase(s, "pack"):
-        differs = jax.device_get(stale_program(s.model, s.recipe.rollout)(packed, state.params, state.quant))
-    if names := [name for name, wrong in differs.items() if wrong]:
-        raise StaleSync(
-            f"step {int(state.step) + 1}: {len(names)} of {len(differs)} packed arrays were not rewritten by the sync: "
-            f"{', '.join(names)}; pack the parameters again before the rollout"
-        )
-
-
-class NonFinite(FloatingPointError):
-    """A step met NaN or infinity and was not applied. step: its number; state: before it, key included; batch: what was
-    sampled, with rewards; figures: the metrics that show it.
+class Held(Exception):
+    """A step that was not applied. step: its number; state: before it, key included; batch: what was sampled, with
+    rewards; figures: the metrics that are the reason.
     """
 
     def __init__(self, step: int, state: TrainState, batch: RolloutBatch, figures: dict[str, float]):
@@ -251,52 +244,109 @@ class NonFinite(FloatingPointError):
         self.step, self.state, self.batch, self.figures = step, state, batch, figures
 
 
+class NonFinite(Held, FloatingPointError):
+    """It met NaN or infinity."""
+
+
+class GapAboveStop(Held):
+    """Its mean gap is above alarm.gap_mean_stop."""
+
+
+def reference_policy(s: Setup, params: Any) -> Any:
+    """The policy that `update.kl_weight` keeps the run near, of the f32 masters that it starts from: GEMM weights in
+    bf16 and no quantization on any recipe, so that what it assigns to tokens depends on the start alone.
+    """
+    with _phase(s, "pack"):
+        return pack_program(s.model, _reference_precision(s))(params, {})
+
+
+def _reference_precision(s: Setup) -> Precision:
+    return Precision(dtype=s.recipe.trainer.dtype)
+
+
+def _log_probs(s: Setup, precision: Precision, params: Any, quant: Any, batch: RolloutBatch) -> jax.Array:
+    """f32[B,T] of the sampled tokens, in nats."""
+    with _phase(s, "score"):
+        program = logp_program(s.model, precision, s.sampling, s.shape, _chunk(s))
+        return jax.block_until_ready(program(params, quant, batch))
+
+
+def _judged(s: Setup, state: TrainState, batch: RolloutBatch, reward: np.ndarray) -> tuple[RolloutBatch, int]:
+    """The batch with rewards f32[B] and advantages, and how many groups have answers of unequal reward."""
+    reward = shaped = jnp.asarray(reward)
+    mixed, groups = mixed_groups(reward, s.cfg.rollout.group_size)
+    if s.cfg.overlong_margin is not None:
+        shaped += overlong_penalty(batch.mask.sum(1), s.sampling.max_new_tokens, s.cfg.overlong_margin)
+    if s.cfg.update.kl_in == "reward":
+        old_logp = batch.behaviour_logp
+        if s.cfg.update.old_logp == "trainer" and not s.cfg.update.zero_gap:  # where both are equal
+            old_logp = _log_probs(s, s.recipe.trainer, state.params, state.quant, batch)
+        shaped = kl_reward(shaped, old_logp, batch.ref_logp, batch.mask, coefficient=s.cfg.update.kl_weight)
+    advantage = ADVANTAGES[s.cfg.advantage](shaped, s.cfg.rollout.group_size)
+    batch = batch.replace(reward=reward, advantage=advantage)
+    return (batch.replace(in_loss=mixed) if s.cfg.dynamic_sampling else batch), int(groups)
+
+
+def _above(gap: float, threshold: float | None) -> bool:
+    """Compared in float32, as the update does."""
+    return threshold is not None and bool(np.float32(gap) > np.float32(threshold))
+
+
+def _alarm_figures(alarm: AlarmConfig, gap: float, held: bool) -> dict[str, float]:
+    """Of a row: 1 where that was done, 0 where not; nothing of what is off."""
+    figures = {} if alarm.gap_mean_warn is None else {"alarm/warned": float(_above(gap, alarm.gap_mean_warn))}
+    return figures if alarm.gap_mean_skip is None else figures | {"alarm/skipped": float(held)}
+
+
 def rl_step(
-    s: Setup, state: TrainState, packed: Any, drawn: tuple
+    s: Setup, state: TrainState, packed: Any, drawn: tuple, reference: Any = None
 ) -> tuple[TrainState, Any, dict[str, Any], RolloutBatch]:
     """One step on the prompts of `group_prompts`, from `packed` = pack_weights(s, state) -> (state, its packed weights,
-    metrics row, what was sampled): everything that is always logged, with seconds by phase.
+    metrics row, what was sampled): everything that is always logged, with seconds by phase. reference:
+    `reference_policy`, which update.kl_weight reads.
 
-    "sync/flipped" of the row: `pack.flipped_share` of this step's update. Raises NonFinite, with the state as it was;
-    the given one is donated. Raises device.OutOfMemory.
+    "sync/flipped" of the row: `pack.flipped_share` of this step's update. Raises NonFinite and GapAboveStop, with the
+    state as it was; the given one is donated. Raises device.OutOfMemory.
     """
     prompts, valid, items = drawn
     clock, seconds, before = _Clock(), {}, state.key
     key, rollout_key = jax.random.split(state.key)
     if s.cfg.rollout.check_sync:
-        check_sync(s, state, packed)
+        with _phase(s, "pack"):
+            check_sync(s.model, s.recipe.rollout, state, packed)
         seconds["check_sync"] = clock()
-    program = sampler(s, s.recipe.rollout, s.sampling, s.cfg.rollout.group_size)
+    program = _rollout(s, s.recipe.rollout, s.sampling, s.cfg.rollout.group_size)
     with _phase(s, "rollout"):
         batch, engine = program(packed, state.quant, prompts, valid, rollout_key, state.step)
         jax.block_until_ready(batch)
     seconds["rollout"] = clock()
+    if s.cfg.update.kl_weight:
+        batch = batch.replace(ref_logp=_log_probs(s, _reference_precision(s), reference, {}, batch))
+        seconds["reference"] = clock()
     reward = rewards(s.cfg.task, items, batch, s.shape[1])
     judged = s.cfg.task.figures()
-    mixed, groups = mixed_groups(jnp.asarray(reward), s.cfg.rollout.group_size)
-    shaped = jnp.asarray(reward)
-    if s.cfg.overlong_margin is not None:
-        shaped += overlong_penalty(batch.mask.sum(1), s.sampling.max_new_tokens, s.cfg.overlong_margin)
-    advantage = ADVANTAGES[s.cfg.advantage](shaped, s.cfg.rollout.group_size)
-    batch = batch.replace(reward=jnp.asarray(reward), advantage=advantage)
-    if s.cfg.dynamic_sampling:
-        batch = batch.replace(in_loss=mixed)
+    batch, groups = _judged(s, state, batch, reward)
     sampled = int(np.asarray(batch.mask).sum())
     seconds["reward"] = clock()
-    program = update_program(s.model, s.recipe.trainer, s.sampling, s.cfg.optim, s.cfg.update, s.shape)
     with _phase(s, "update"):
         step = int(state.step) + 1
-        state, metrics = program(state.replace(key=key), batch)
+        state, metrics = _update(s, state.replace(key=key), batch, packed)
         metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
     if bad := {k: v for k, v in metrics.items() if not np.isfinite(v)}:
         raise NonFinite(step, state.replace(key=before), batch, bad)
+    alarm, held = s.cfg.alarm, bool(metrics.pop("gap/held", 0.0))
+    if held and (alarm.gap_mean_skip is None or _above(metrics["gap/mean"], alarm.gap_mean_stop)):
+        figures = {name: value for name, value in metrics.items() if name.startswith("gap/")}
+        raise GapAboveStop(step, state.replace(key=before, step=state.step - 1), batch, figures)
     seconds["update"] = clock()
     fresh = pack_weights(s, state)
-    metrics["learning_rate"] = float(learning_rate(s.cfg.optim)(step * s.cfg.update.minibatches - 1))  # the last one
+    last = max(steps_done(state.opt_state) - 1, 0)  # the last optimizer step that was taken
+    metrics["learning_rate"] = float(learning_rate(s.cfg.optim, s.cfg.decay_steps)(last))
+    metrics |= _alarm_figures(alarm, metrics.get("gap/mean"), held)
     if has_codes(packed):
         metrics["sync/flipped"] = float(flipped_program(s.model, s.recipe.rollout)(packed, fresh))
     seconds["pack"] = clock()
-    row = {"kind": "train", "step": step, "groups/mixed": int(groups), **metrics, **judged}
+    row = {"kind": "train", "step": step, "groups/mixed": groups, **metrics, **judged}
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
     row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed), **engine}
@@ -326,7 +376,7 @@ def init_state(s: Setup, params: Any) -> TrainState:
     return TrainState(
         step=jnp.int32(0),
         params=params,
-        opt_state=make_optimizer(s.cfg.optim).init(params),
+        opt_state=make_optimizer(s.cfg.optim, s.cfg.decay_steps).init(params),
         key=jax.random.key(s.cfg.seed),
         quant=calibrate(s, params),
     )

@@ -32,8 +32,8 @@ from quads_jax.models.layers import take_last
 from quads_jax.precision import Precision
 from quads_jax.programs import pack_program, rollout_program
 from quads_jax.rl.losses import masked_mean
+from quads_jax.rl.optim import OptimConfig, decay_steps, make_optimizer
 from quads_jax.rl.sampling import SamplingConfig
-from quads_jax.rl.update import OptimConfig, make_optimizer
 from quads_jax.step import held_out_prompts, rewards, supervised_batch
 from quads_jax.tasks import Mixture, Prefetch, Task
 
@@ -206,10 +206,11 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
     evaluation that had none above, at half the rate (a row of kind "back").
     """
     params = init_params(cfg.model, jax.random.key(cfg.seed))
-    opt_state = make_optimizer(cfg.optim).init(params)
+    decay = decay_steps(cfg.optim, cfg.steps)
+    opt_state = make_optimizer(cfg.optim, decay).init(params)
     optim, active = cfg.optim, taught_labels(cfg.task)
     below = _copied((params, opt_state)), active  # at the last evaluation without a task above the ceiling
-    step_fn = _step_program(cfg.model, optim, cfg.task.prompt_len, cfg.balance_weight)
+    step_fn = _step_program(cfg.model, optim, decay, cfg.task.prompt_len, cfg.balance_weight)
     score, started = sampled_accuracy(cfg), time.perf_counter()
 
     def draw(labels: tuple[str, ...], step: int):
@@ -243,7 +244,7 @@ def _train(cfg: WarmStartConfig, folder: Path, on_step: Callable[[dict[str, Any]
                     if min(final.values()) >= cfg.target and step < cfg.steps:
                         (params, opt_state), wanted = _copied(below[0]), below[1]
                         optim = dataclasses.replace(optim, learning_rate=optim.learning_rate / 2)
-                        step_fn = _step_program(cfg.model, optim, cfg.task.prompt_len, cfg.balance_weight)
+                        step_fn = _step_program(cfg.model, optim, decay, cfg.task.prompt_len, cfg.balance_weight)
                         report("back", learning_rate=optim.learning_rate, active=",".join(wanted))
                 elif max(reached.values()) <= cfg.ceiling:
                     below = _copied((params, opt_state)), wanted
@@ -286,9 +287,11 @@ def _figures(cfg: WarmStartConfig, reached: dict[str, float], steps: int, second
 
 
 @functools.cache
-def _step_program(model: ModelConfig, optim: OptimConfig, prompt_len: int, balance_weight: float) -> Callable:
+def _step_program(
+    model: ModelConfig, optim: OptimConfig, decay: int | None, prompt_len: int, balance_weight: float
+) -> Callable:
     """(params, opt_state, batch of `supervised_batch`) -> (params, opt_state, metrics); the first two are donated."""
-    optimizer = make_optimizer(optim)
+    optimizer = make_optimizer(optim, decay)
     loss = functools.partial(answer_loss, model=model, prompt_len=prompt_len, balance_weight=balance_weight)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

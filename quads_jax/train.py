@@ -23,14 +23,16 @@ from quads_jax.checkpoints import (
     weights_sha256,
     write_json,
 )
-from quads_jax.config import TrainConfig, changed_fields, run_hash
+from quads_jax.config import AlarmConfig, TrainConfig, changed_fields, run_hash
 from quads_jax.gaps import Sequences, fixed_sequences, forced_gap
-from quads_jax.guards import explained
+from quads_jax.guards import alarmed, explained
+from quads_jax.layer_errors import layer_errors
 from quads_jax.metrics import MetricsWriter, cut_back
 from quads_jax.rl.calibration import changed_channels
 from quads_jax.rl.types import RolloutBatch, TrainState
 from quads_jax.start import check_start, load_start
 from quads_jax.step import (
+    GapAboveStop,
     NonFinite,
     Setup,
     calibrate,
@@ -39,6 +41,7 @@ from quads_jax.step import (
     group_prompts,
     init_state,
     pack_weights,
+    reference_policy,
     rl_step,
     setup,
 )
@@ -72,7 +75,7 @@ def train(
     below its target (`load_start`), WeakStart before the first update when the start is too weak (`check_start`),
     RunFolderError when the folder is in use, is another run's, has damaged checkpoints only or cannot be written;
     Stopped after `stop`; FloatingPointError on NaN or infinity, naming the tensor and the folder that repeats the step
-    (`guards.replay`); device.OutOfMemory. After each of these `resume` continues.
+    (`guards.replay`); guards.GapAlarm; device.OutOfMemory. After each of these `resume` continues.
     """
     params, model, floor = load_start(cfg)
     s = setup(cfg, model)
@@ -100,12 +103,17 @@ def train(
             began = time.perf_counter()
             with MetricsWriter(folder / "metrics.jsonl") as writer, checkpoints:
                 sequences = fixed_sequences(s, params, cfg.eval.forced) if cfg.eval.forced else None
+                # made of the file of init on every start: checkpoints do not hold it, and _finished checks the file
+                reference = reference_policy(s, params) if cfg.update.kl_weight else None
                 state, about = _start(s, params, floor, header, step, writer, checkpoints, sequences)
                 started = began - about["seconds"]  # as if what came before had just been computed
                 try:
-                    state = _steps(s, state, about, started, writer, checkpoints, sequences, on_step, stop)
+                    kept = writer, checkpoints, sequences, reference
+                    state = _steps(s, state, about, started, *kept, on_step, stop)
                 except NonFinite as fault:
                     raise explained(s, fault, folder) from fault
+                except GapAboveStop as fault:
+                    raise alarmed(s, fault, folder) from fault
             meta = {"config": config_tree.to_json(cfg), "steps": cfg.steps}
             save_weights(folder / "weights.msgpack", state.params, model, meta)
             write_json(folder / "run.json", info | {"status": "finished", "seconds": time.perf_counter() - started})
@@ -192,18 +200,20 @@ def _steps(
     writer: MetricsWriter,
     checkpoints: Checkpoints,
     sequences: Sequences | None,
+    reference: Any,
     on_step: Callable[[dict[str, Any]], None],
     stop: Callable[[], bool],
 ) -> TrainState:
     """The steps after `state`, to the last. `started`: when step 0 was, in seconds of `time.perf_counter`."""
     cfg, refreshed, done = s.cfg, about["refreshed"], int(state.step)
-    packed = pack_weights(s, state)
+    packed, level = pack_weights(s, state), 0
     with Prefetch(lambda step: group_prompts(s, step), start=done) as drawn:
         for step in range(done + 1, cfg.steps + 1):
             before = packed
-            state, packed, row, batch = rl_step(s, state, packed, next(drawn))
+            state, packed, row, batch = rl_step(s, state, packed, next(drawn), reference)
             writer.write(row | refreshed)
             on_step(row)
+            level = _say_alarm(cfg.alarm, row, level)
             refreshed, evaluated = {}, []
             if step % cfg.eval.every == 0 or step == cfg.steps:
                 if flipped := flips(s, before, packed):
@@ -229,14 +239,29 @@ def _steps(
     return state
 
 
+def _say_alarm(alarm: AlarmConfig, row: dict[str, Any], before: int) -> int:
+    """The alarm of a row: 0 none, 1 warned, 2 skipped. Says so where it is above the one of the step `before`."""
+    level = 2 if row.get("alarm/skipped") else 1 if row.get("alarm/warned") else 0
+    if level > before:
+        path, done = (("gap_mean_warn", ""), ("gap_mean_skip", ", the step was not applied"))[level - 1]
+        threshold = getattr(alarm, path)
+        text = "step %d: gap/mean=%.4g nats is above alarm.%s=%g%s; said again once it has been below"
+        _log.warning(text, row["step"], row["gap/mean"], path, threshold, done)
+    return level
+
+
 def _evaluated(
     s: Setup, state: TrainState, packed: Any, sequences: Sequences | None, step: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows of an evaluation: `evaluate_sides`, then kind "forced", the gap on fixed sequences, where there are."""
+    """The rows of an evaluation: `evaluate_sides`; then, where there are fixed sequences, kind "forced", the gap on
+    them, and where asked kind "layers".
+    """
     for row in evaluate_sides(s, state, packed, greedy=s.cfg.eval.greedy and step in (0, s.cfg.steps)):
         yield {"step": step, **row}
     if sequences is not None:
         yield {"kind": "forced", "step": step, **forced_gap(s, state.params, state.quant, sequences)}
+        if s.cfg.eval.layers:
+            yield {"kind": "layers", "step": step, **layer_errors(s, state.params, state.quant, sequences)}
 
 
 def _refresh(s: Setup, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, dict[str, float]]:

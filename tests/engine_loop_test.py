@@ -12,7 +12,9 @@ from quads_jax import step
 from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train
 from quads_jax.pack import leaf_name, pack, stale
 from quads_jax.precision import recipe
-from quads_jax.rl.update import OptimConfig, UpdateConfig
+from quads_jax.rl.optim import OptimConfig
+from quads_jax.rl.update import UpdateConfig
+from quads_jax.sync import StaleSync, check_sync
 from tests.tiny import MODEL, TASK, params
 
 CONTINUOUS = RolloutConfig(prompts=4, group_size=4, engine="continuous", slots=8, max_new_tokens=4, check_sync=True)
@@ -47,10 +49,11 @@ def test_a_step_and_an_evaluation_through_the_engine():
     assert row["seconds/check_sync"] > 0 and row["sync/flipped"] > 0
     assert row["gap/tokens"] == sampled and np.isfinite(row["gap/mean"])
 
-    step.check_sync(s, state, fresh)
-    with pytest.raises(step.StaleSync, match=r"step 2: .* were not rewritten by the sync: .*attention/qkv/codes"):
-        step.check_sync(s, state, packed)  # of the step before
-    step.check_sync(s, old, packed)
+    check = functools.partial(check_sync, MODEL, s.recipe.rollout)
+    check(state, fresh)
+    with pytest.raises(StaleSync, match=r"step 2: .* were not rewritten by the sync: .*attention/qkv/codes"):
+        check(state, packed)  # of the step before
+    check(old, packed)
 
 
 @functools.cache
@@ -97,6 +100,7 @@ def test_a_nan_of_both_sides_is_no_stale_array():
         (dict(rollout=RolloutConfig(slots=8)), "rollout.slots=8 has no effect on rollout.engine=static"),
         (dict(rollout=dataclasses.replace(CONTINUOUS, slots=17)), "rollout.slots=17 exceeds the 16 rows of a step"),
         (dict(rollout=dataclasses.replace(CONTINUOUS, slots=0)), "rollout.slots=0 must be at least 1"),
+        (dict(update=UpdateConfig(minibatches=2, zero_gap=True)), "zero_gap=True needs rollout.engine=static"),
         (
             dict(recipe=RecipeConfig(policy="online")),
             "rollout.engine=continuous, recipe QUADS-50-online: policy online",

@@ -75,6 +75,11 @@ REFUSED = {
         ("--experiment=train", "--config=experiments/results/main/config.json"), "it is a job's: give the config.json"
     ),
     "task without file": (("--experiment=train", "--dry_run", "--task=jsonl"), "--set=task.file=FILE"),
+    "export of a permutation": (
+        ("--experiment=export", "--set=format=modelopt", "--set=recipe.policy=static"), "a measured channel order"
+    ),
+    "upcycling of nothing": (("--experiment=upcycle",), "needs --set=init=FILE"),
+    "upcycling of a MoE": (("--experiment=upcycle", "--set=init=shipped"), "has 8 experts already"),
     "bad evaluation": (("--experiment=evaluate", "--dry_run", "--set=recipes=QUADS:x"), "must be NAME[:RATIO"),
 }  # fmt: skip
 
@@ -95,8 +100,8 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
 
 def test_list_names_every_experiment_with_its_question():
     lines = run("--list").stdout.splitlines()
-    names = "main train warm_start evaluate inspect quantizer_speed batch_shape throughput generate sweep paper report"
-    assert [line.split()[0] for line in lines] == [*names.split(), "replay"]
+    names = "main train warm_start upcycle evaluate inspect quantizer_speed batch_shape throughput generate sweep paper"
+    assert [line.split()[0] for line in lines] == [*names.split(), "export", "report", "replay"]
     assert all(len(line.split()) > 5 for line in lines)
 
 

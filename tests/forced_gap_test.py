@@ -22,7 +22,7 @@ def config(tmp_path):
         task=TASK,
         recipe=RecipeConfig(name="QUADS"),
         rollout=RolloutConfig(prompts=4, group_size=4),
-        eval=EvalConfig(every=2, prompts=16, greedy=True, forced=8),
+        eval=EvalConfig(every=2, prompts=16, greedy=True, forced=8, layers=True),
         checkpoint=CheckpointConfig(every=3),
     )
 
@@ -38,11 +38,16 @@ def test_rows_of_an_evaluation_and_their_resume(config, tmp_path):
     flipped = [row for row in rows if row["kind"] == "flips"]
     names = [f"{layer}/{p}" for layer in (0, 1) for p in ("attention/out", "attention/qkv", "experts/down")]
     assert [row["step"] for row in flipped] == [2, 4] and all(0 <= row[name] <= 1 for row in flipped for name in names)
+    layers = [row for row in rows if row["kind"] == "layers"]
+    sites = {f"{layer}/{site}" for layer in (0, 1) for site in ("attention/qkv", "attention/out", "moe", "residual")}
+    assert [row["step"] for row in layers] == [0, 2, 4]
+    assert all(row.keys() == sites | {"kind", "step"} and all(row[site] > 0 for site in sites) for row in layers)
     greedy = [row["step"] for row in rows if row.get("precision") == "greedy"]
     assert greedy == [0, 4]
 
     run = load_run(folder)
     shown = {name: of_run(run) for name, (_, of_run) in QUANTITIES.items()}
+    assert run.layers == {row["step"]: row for row in layers}
     assert shown["teacher-forced gap before"] == forced[0]["gap/mean"]
     assert shown["teacher-forced gap after"] == pytest.approx((forced[1]["gap/mean"] + forced[2]["gap/mean"]) / 2)
     assert shown["greedy pass@1 after, rollout precision"] is not None

@@ -48,7 +48,7 @@ def test_rows_say_what_was_sampled_and_how_likely_it_was(cfg):
         end = width + len(row["tokens"])
         ids[at, :end], seen[at, :end] = [*prompts[at // 2], *row["tokens"]], [*valid[at // 2], *[True] * (end - width)]
     fixed = {"model": MODEL, "precision": Precision(dtype="float32"), "sampling": cfg.sampling(())}
-    logp, _ = jax.jit(functools.partial(score, prompt_len=width, **fixed))(params(), {}, ids, seen)
+    logp, *_ = jax.jit(functools.partial(score, prompt_len=width, **fixed))(params(), {}, ids, seen)
     for at, row in enumerate(rows):
         logs = np.asarray(logp)[at, width : width + len(row["tokens"])]
         # observed 3e-6 nats: cached decode against one full pass, in float32

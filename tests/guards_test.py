@@ -18,7 +18,8 @@ from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights
 from quads_jax.device import OutOfMemory
 from quads_jax.metrics import read_metrics
-from quads_jax.rl.update import UpdateConfig, make_optimizer, update
+from quads_jax.rl.optim import make_optimizer
+from quads_jax.rl.update import UpdateConfig, update
 from tests import resume_process as process
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, TASK
@@ -158,9 +159,9 @@ def searched(setup, state, monkeypatch):
         original = guards.scorer_of
 
         def changed(*static):
-            def score(params, *rows):
-                logp, entropy = original(*static)(params, *rows)
-                return change(logp, params), entropy
+            def score(params, *rows, **options):
+                logp, *rest = original(*static)(params, *rows, **options)
+                return change(logp, params), *rest
 
             return score
 
@@ -187,7 +188,7 @@ def test_an_activation_that_an_earlier_minibatch_made_infinite_is_named(searched
     def large(updates, params):  # finite, and beyond bf16 once it multiplies the normed input
         return poisoned(jax.tree.map(jnp.zeros_like, params), "mlp_norm/scale", (1, 7), 3e38)
 
-    monkeypatch.setattr(guards, "make_optimizer", lambda cfg: optax.stateless(large))
+    monkeypatch.setattr(guards, "make_optimizer", lambda *config: optax.stateless(large))
     found = searched(lambda logp, params: logp)
     first = found.index("loss of minibatch 1: nan")
     assert found[0] == "norm of the change of minibatch 0: overflows float32"
@@ -213,7 +214,7 @@ def test_an_update_with_a_bad_log_prob_returns_the_state(setup, state, minibatch
 
     def score(params, quant, tokens, valid, bad):
         logp = jnp.sum(params["final_norm"]["scale"]) * jnp.where(mask, 1.0, 0.0) + jnp.zeros(tokens.shape)
-        return logp.at[-1, -1].multiply(jnp.where(bad, jnp.nan, 1.0)), jnp.zeros(tokens.shape)
+        return logp.at[-1, -1].multiply(jnp.where(bad, jnp.nan, 1.0)), jnp.zeros(tokens.shape), jnp.zeros((0, 0))
 
     optimizer, cfg = make_optimizer(setup.cfg.optim), UpdateConfig(minibatches=minibatches)
 
@@ -235,11 +236,11 @@ def test_an_update_with_a_bad_log_prob_returns_the_state(setup, state, minibatch
 def test_a_run_stops_names_the_tensor_and_leaves_a_step_to_repeat(weights, whole, tmp_path, monkeypatch):
     folder, original = tmp_path / "run", loop.rl_step
 
-    def broken(s, state, packed, drawn):
+    def broken(s, state, packed, *rest):
         if state.step == 2:
             state = STATES["parameter"][0](state)
             packed = step.pack_weights(s, state)
-        return original(s, state, packed, drawn)
+        return original(s, state, packed, *rest)
 
     cfg = config(weights)
     with monkeypatch.context() as patch:

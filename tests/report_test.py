@@ -215,3 +215,40 @@ def test_smoothing_keeps_length_and_level_and_invents_nothing():
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         write_report(tmp_path)
+
+
+def test_steps_that_the_alarm_skipped_are_counted_where_it_is_on(tmp_path):
+    write_job(tmp_path, recipes=["BF16", "NAIVE"])
+    for label, skipped in (("BF16", ()), ("NAIVE", (0, 1, 1))):
+        folder = write_run(tmp_path, label, 0, steps=0)
+        with MetricsWriter(folder / "metrics.jsonl") as writer:
+            for step in range(1, 4):
+                figures = {"alarm/skipped": float(skipped[step - 1])} if skipped else {}
+                writer.write({"kind": "train", "step": step, "reward": 0.5, "gap/mean": 0.1, **figures})
+    shown = table(tmp_path)
+    assert dict(shown["NAIVE"])["steps skipped by the alarm"] == "2"
+    assert dict(shown["BF16"])["steps skipped by the alarm"] == "-"
+
+
+def test_rows_of_layers_become_a_picture_of_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
+    write_job(tmp_path, recipes=["BF16", "NAIVE"])
+    write_run(tmp_path, "BF16", 0)
+    folder, drawn = write_run(tmp_path, "NAIVE", 1), []
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for step in (0, 2, 4):
+            rows = {"0/attention/qkv": 0.1 + step / 100, "0/residual": 0.2, "1/moe": 0.25, "10/residual": 0.4}
+            writer.write({"kind": "layers", "step": step, **rows})
+    monkeypatch.setattr(report, "heat_map", lambda ax, *panel, **limits: drawn.append((*panel, limits)))
+    assert "![Difference of the two sides by layer](layers.png)" in write_report(tmp_path).read_text()
+    assert (tmp_path / "layers.png").read_bytes().startswith(PNG)
+    nan = np.nan
+    for (values, down, across, _, limits), first in zip(drawn, (10, 14), strict=True):
+        assert (down, across) == ([0, 1, 10], ["attention/qkv", "residual", "moe"])
+        np.testing.assert_allclose(values, [[first, 20, nan], [nan, nan, 25], [nan, 40, nan]])
+        assert limits["vmax"] == pytest.approx(40)
+
+
+def test_without_rows_of_layers_there_is_no_picture_of_them(tmp_path):
+    write_job(tmp_path, recipes=["BF16"])
+    write_run(tmp_path, "BF16", 0)
+    assert "layers.png" not in write_report(tmp_path).read_text() and not (tmp_path / "layers.png").exists()

@@ -24,7 +24,8 @@ import numpy as np
 from quads_jax.checkpoints import save_weights
 from quads_jax.config import CheckpointConfig, EvalConfig, RecipeConfig, RolloutConfig, TrainConfig
 from quads_jax.metrics import read_metrics
-from quads_jax.rl.update import OptimConfig, UpdateConfig
+from quads_jax.rl.optim import OptimConfig
+from quads_jax.rl.update import UpdateConfig
 from quads_jax.train import train
 from tests.tiny import MODEL, TASK, params
 

@@ -33,7 +33,7 @@ from quads_jax.checkpoints import (
 from quads_jax.config import CheckpointConfig, RecipeConfig, TrainConfig
 from quads_jax.precision import RECIPES as RECIPE_NAMES
 from quads_jax.quant.residual import POLICIES
-from quads_jax.rl.update import learning_rate
+from quads_jax.rl.optim import learning_rate
 from quads_jax.step import group_prompts, init_state, pack_weights, rl_step, setup
 from tests import resume_process as process
 from tests.resume_process import ROOT, config, digest, rows

@@ -18,7 +18,7 @@ from quads_jax.checkpoints import load_weights, locked, save_weights
 from quads_jax.config import WarmStartConfig, check_warm_start
 from quads_jax.metrics import read_metrics
 from quads_jax.models.decoder import init_params
-from quads_jax.rl.update import OptimConfig
+from quads_jax.rl.optim import OptimConfig
 from quads_jax.supervised import TargetMissed, artefact, load_figures, obtain
 from quads_jax.tasks import ChainSum, Mixture, ReasoningGym
 from tests.tiny import MODEL, TASK

@@ -23,16 +23,17 @@ from quads_jax.config import (
     from_json,
 )
 from quads_jax.metrics import read_metrics
+from quads_jax.rl.optim import OptimConfig
 from quads_jax.rl.rollout import score
 from quads_jax.rl.types import RolloutBatch
-from quads_jax.rl.update import OptimConfig, UpdateConfig
+from quads_jax.rl.update import UpdateConfig
 from quads_jax.tasks.chain_sum import ChainSum
 from tests.tiny import MODEL, TASK, params
 
 ALWAYS = (
     "reward gap/mean gap/max gap/p99 gap/over_ln2 kl/k1 kl/k3 ess clip_fraction entropy grad_norm response_length "
-    "truncation_rate router/agreement router/exact learning_rate param_norm sync/flipped tokens_per_s seconds/pack seconds/rollout seconds/reward "
-    "seconds/update"
+    "truncation_rate router/agreement router/exact learning_rate param_norm sync/flipped tokens_per_s seconds/pack "
+    "seconds/rollout seconds/reward seconds/update experts/dead experts/max_share version/lag version/lag_max"
 ).split()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from experiments.sweeps import paper, prototype
+from experiments.sweeps import paper, prototype, rivals
 from experiments.sweeps.spec import Sweep
 
 
@@ -25,6 +25,7 @@ SWEEPS = {
             paper.FOUR_TASKS,
             paper.DUAL_CLIP,
             paper.POLICIES,
+            *rivals.SWEEPS,
         )
     },
 }

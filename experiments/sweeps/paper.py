@@ -36,12 +36,16 @@ def _tuning(sweep: Sweep) -> Sweep:
 
 
 def smoke(sweep: Sweep) -> Sweep:
-    """Two recipes for two steps, from the shipped checkpoint."""
+    """Two recipes, or the first and the last row of what changes in step, for two steps from the shipped checkpoint."""
     evaluation = dataclasses.replace(sweep.train.eval, every=1, prompts=16, forced=min(sweep.train.eval.forced, 8))
     train = TrainConfig(steps=2, rollout=RolloutConfig(prompts=4, group_size=4), eval=evaluation)
-    train = dataclasses.replace(train, update=dataclasses.replace(train.update, dual_clip=sweep.train.update.dual_clip))
-    grid = {path: texts[:1] for path, texts in sweep.grid.items()} | {"recipe": ("BF16", "QUADS:0.5")}
-    return dataclasses.replace(sweep, train=train, grid=grid, seeds=sweep.seeds[:1], warm_start=None)
+    given = {name: getattr(sweep.train.update, name) for name in ("dual_clip", "old_logp")}
+    train = dataclasses.replace(train, update=dataclasses.replace(train.update, **given))
+    zips = tuple({path: (texts[0], texts[-1]) for path, texts in rows.items()} for rows in sweep.zips)
+    grid = {path: texts[:1] for path, texts in sweep.grid.items()}
+    if "recipe" in grid:
+        grid["recipe"] = ("BF16", "QUADS:0.5")
+    return dataclasses.replace(sweep, train=train, grid=grid, zips=zips, seeds=sweep.seeds[:1], warm_start=None)
 
 
 CHAIN_SUM = dataclasses.replace(  # 20 M parameters

@@ -18,6 +18,7 @@ from quads_jax.models.routes import RECORDED, REPLAYED
 from quads_jax.precision import Precision
 
 Array = jax.Array
+SCANNED = ("params", "quant", "stats", "inputs", "intermediates", RECORDED, REPLAYED)  # collections, stacked by layer
 Cache = tuple[Array, Array]
 
 
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
                 Block,
-                variable_axes={"params": 0, "quant": 0, "stats": 0, "inputs": 0, RECORDED: 0, REPLAYED: 0},
+                variable_axes=dict.fromkeys(SCANNED, 0),
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=length,

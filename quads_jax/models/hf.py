@@ -7,11 +7,12 @@ filled one tensor at a time: layers of a run along the first axis, then experts;
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,30 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 4 * 2**30  # of the tensors of one file that `save` writes, unless one tensor is larger
 DTYPES = ("F32", "BF16", "F16")  # of files
+E4M3 = "F8_E4M3"
 _BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # old files hold it; it follows from rope_theta
 _LISTED = 20  # problems of one error
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of an open file. `dtype` is safetensors' name for it, such as BF16; `start` its first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    file: Any
+    start: int
+
+    def read(self) -> np.ndarray:
+        """The tensor; one of E4M3 as its bytes, u8, since numpy has no such type."""
+        if self.dtype == E4M3:
+            return np.fromfile(self.path, np.uint8, math.prod(self.shape), offset=self.start).reshape(self.shape)
+        return self.file.get_tensor(self.name)
+
+    def rows(self, part: slice) -> np.ndarray:
+        return self.file.get_slice(self.name)[part]
 
 
 def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, ModelConfig]:
@@ -46,26 +69,16 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, Mode
     or of another shape than config.json says.
     """
     folder = Path(folder)
-    config = _read_json(folder / CONFIG)
-    try:
-        family, model, problems = read_config(config)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
+    config = read_json(folder / CONFIG)
     with contextlib.ExitStack() as stack:
-        tensors, broken = _open(folder, stack)
-        problems += broken
-        needed = sum(model.experts if kind == "moe" else 1 for kind in model.kinds())
-        if not broken and needed > len(tensors):  # before making lists as long as a number in a file says
-            problems.append(f"{len(tensors)} tensors for {model.layers} layers with {model.experts} experts")
-        if broken or needed > len(tensors):
-            raise _refused(folder, problems)
+        family, model, tensors, problems = open_folder(folder, config, stack)
         where, shapes = places(model, FAMILIES[family]), parameter_shapes(model)
-        problems += _differences(tensors, where, shapes, model)
+        problems += differences(tensors, where, shapes, model)
         if problems:
-            raise _refused(folder, problems)
+            raise refused(folder, problems)
         params = jax.tree.map(lambda leaf: np.empty(leaf.shape, jnp.dtype(dtype)), shapes)
         for name, (path, index) in where.items():
-            _leaf(params, path)[index] = tensors[name].get_tensor(name)
+            leaf_at(params, path)[index] = tensors[name].read()
     return params, model
 
 
@@ -75,29 +88,28 @@ def save(folder: str | os.PathLike, params: Any, model: ModelConfig, family: str
     Raises ValueError when the family cannot hold the model, params are not those of the model, or the folder has
     something in it.
     """
-    folder = Path(folder)
     config = write_config(family, model)
     shapes = parameter_shapes(model)
+    check_masters(params, shapes)
+    folder = new_folder(folder)
+    params = jax.tree.map(np.asarray, params)
+    where = places(model, FAMILIES[family])
+    sizes = {name: 2 * math.prod(shape_at(shapes, place)) for name, place in where.items()}
+    write_shards(folder, sizes, lambda name: rounded(params, where[name]))
+    write_json(folder / CONFIG, config)
+
+
+def check_masters(params: Any, shapes: Any) -> None:
+    """Raises ValueError where params are not those of `shapes`, `parameter_shapes` of a model."""
     wrong = sorted({name for name, _ in _named_shapes(params) ^ _named_shapes(shapes)})
     if wrong:
         raise ValueError(f"parameters do not fit the model: {', '.join(wrong[:_LISTED])}; f32 masters are saved")
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: choose a new folder, old shards would be read with the new ones")
-    params = jax.tree.map(np.asarray, params)
-    where = places(model, FAMILIES[family])
-    sizes = {name: 2 * math.prod(_shape(shapes, place)) for name, place in where.items()}
-    shards = list(_shards(sizes))
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    files = [SINGLE] if len(shards) == 1 else files
-    for file, names in zip(files, shards, strict=True):
-        rows = {name: _leaf(params, where[name][0])[where[name][1]] for name in names}
-        tensors = {name: a.astype(jnp.bfloat16, order="C") for name, a in rows.items()}
-        safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
-    _write_json(folder / CONFIG, config)
+
+
+def rounded(params: Any, place: Place) -> np.ndarray:
+    """The tensor at `place` of f32 masters, in bf16."""
+    path, index = place
+    return leaf_at(params, path)[index].astype(jnp.bfloat16, order="C")
 
 
 def places(model: ModelConfig, family: Family) -> dict[str, Place]:
@@ -158,16 +170,17 @@ def parameter_shapes(model: ModelConfig) -> Any:
     return jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
 
 
-def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
+def leaf_at(tree: Any, path: tuple[str, ...]) -> Any:
+    """The leaf of a nested dict."""
     for key in path:
         tree = tree[key]
     return tree
 
 
-def _shape(shapes: Any, place: Place) -> tuple[int, ...]:
+def shape_at(shapes: Any, place: Place) -> tuple[int, ...]:
     """Of the tensor at `place`, without an array in memory."""
     path, index = place
-    return np.broadcast_to(0, _leaf(shapes, path).shape)[index].shape
+    return np.broadcast_to(0, leaf_at(shapes, path).shape)[index].shape
 
 
 def _named_shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
@@ -177,14 +190,33 @@ def _named_shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], list[str]]:
-    """({name of a tensor: the open file that holds it}, what is wrong with the files)."""
-    tensors: dict[str, Any] = {}
+def open_folder(
+    folder: Path, config: Mapping[str, Any], stack: contextlib.ExitStack
+) -> tuple[str, ModelConfig, dict[str, Stored], list[str]]:
+    """(family, model, tensors by name, features of config.json that the decoder lacks) of a checkpoint folder; its
+    files stay open in `stack`. Raises ValueError where no such model can be in it.
+    """
+    try:
+        family, model, problems = read_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    tensors, broken = _open(folder, stack)
+    needed = sum(model.experts if kind == "moe" else 1 for kind in model.kinds())
+    if not broken and needed > len(tensors):  # before making lists as long as a number in a file says
+        broken = [f"{len(tensors)} tensors for {model.layers} layers with {model.experts} experts"]
+    if broken:
+        raise refused(folder, problems + broken)
+    return family, model, tensors, problems
+
+
+def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Stored], list[str]]:
+    """(tensors by name, what is wrong with the files)."""
+    tensors: dict[str, Stored] = {}
     problems, files = [], [SINGLE]
     if not (folder / SINGLE).is_file():
         if not (folder / INDEX).is_file():
             return {}, [f"neither {SINGLE} nor {INDEX} is there: only safetensors are read"]
-        weight_map = _read_json(folder / INDEX).get("weight_map")
+        weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             return {}, [f"{INDEX} has no weight_map of names to files"]
         files = sorted(set(weight_map.values()))
@@ -197,37 +229,74 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], li
         else:
             try:
                 opened = stack.enter_context(safetensors.safe_open(folder / file, framework="numpy"))
+                held = _tensors(folder / file, opened)
             except (safetensors.SafetensorError, OSError) as error:
                 problems.append(f"{file} is damaged: {error}")
                 continue
-            problems += [f"{name} lies in two shards" for name in opened.keys() if name in tensors]
-            tensors |= dict.fromkeys(opened.keys(), opened)
+            problems += [f"{name} lies in two shards" for name in held if name in tensors]
+            tensors |= held
     return tensors, problems
 
 
-def _differences(tensors: Mapping[str, Any], where: Mapping[str, Place], shapes: Any, model: ModelConfig) -> list[str]:
+def _tensors(path: Path, opened: Any) -> dict[str, Stored]:
+    """Of one file, which safetensors has checked: u64 length of its header, the header in JSON, then all bytes."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name in opened.keys():
+        entry = header[name]
+        start = 8 + length + entry["data_offsets"][0]
+        found[name] = Stored(name, entry["dtype"], tuple(entry["shape"]), path, opened, start)
+    return found
+
+
+def differences(
+    tensors: Mapping[str, Stored], where: Mapping[str, Place], shapes: Any, model: ModelConfig
+) -> list[str]:
     """What the files hold otherwise than the model needs it, a line each."""
     problems = [f"{name} is missing" for name in where if name not in tensors]
-    for name, file in tensors.items():
-        stored = file.get_slice(name)
+    for name, stored in tensors.items():
         place = where.get(EMBEDDING if name == HEAD and model.tied_head else name)
         if place is None:
             problems += [] if _BUFFER.search(name) else [f"{name} has no place in this model"]
-        elif stored.get_dtype() not in DTYPES:
-            problems.append(f"{name} is {stored.get_dtype()}, not one of {', '.join(DTYPES)}")
-        elif tuple(stored.get_shape()) != _shape(shapes, place):
-            problems.append(f"{name} is {tuple(stored.get_shape())}, not {_shape(shapes, place)}")
+        elif stored.dtype not in DTYPES:
+            problems.append(f"{name} is {stored.dtype}, not one of {', '.join(DTYPES)}")
+        elif stored.shape != shape_at(shapes, place):
+            problems.append(f"{name} is {stored.shape}, not {shape_at(shapes, place)}")
     if model.tied_head and HEAD in tensors and not problems:
-        rows = [tensors[name].get_slice(name) for name in (HEAD, EMBEDDING)]
         parts = (slice(at, min(at + 1024, model.vocab_size)) for at in range(0, model.vocab_size, 1024))
-        if not all(np.array_equal(rows[0][part], rows[1][part]) for part in parts):
+        if not all(np.array_equal(tensors[HEAD].rows(part), tensors[EMBEDDING].rows(part)) for part in parts):
             problems.append(f"{HEAD} is not {EMBEDDING}, though tie_word_embeddings is true")
     return problems
 
 
-def _refused(folder: Path, problems: list[str]) -> ValueError:
+def refused(folder: Path, problems: list[str]) -> ValueError:
+    """The error that lists what is wrong with a folder."""
     more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
     return ValueError(f"{folder} cannot be loaded:\n" + "\n".join(f"  {line}" for line in problems[:_LISTED] + more))
+
+
+def new_folder(folder: str | os.PathLike) -> Path:
+    """Makes the folder. Raises ValueError when it has something in it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: choose a new folder, old shards would be read with the new ones")
+    return folder
+
+
+def write_shards(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str], np.ndarray]) -> None:
+    """Writes the tensors of `sizes` {name: bytes}, each as `tensor` gives it, and the index of several shards."""
+    shards = list(_shards(sizes))
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [SINGLE] if len(shards) == 1 else files
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: tensor(name) for name in names}
+        safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
 
 
 def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -243,7 +312,8 @@ def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     yield names
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError, naming the file, on anything else."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested too deeply
@@ -253,5 +323,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")

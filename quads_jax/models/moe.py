@@ -15,6 +15,7 @@ from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED, ids_dtype
 from quads_jax.precision import Precision
 
 Array = jax.Array
+LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
 def route(
@@ -30,7 +31,10 @@ def route(
         ids = jnp.where(replayed == NO_ROUTE, ids, replayed.astype(ids.dtype))
     chosen = take_last(probs[:, None], ids)
     if renormalize:
-        chosen = chosen / chosen.sum(-1, keepdims=True)
+        total = chosen.sum(-1, keepdims=True)
+        if replayed is not None:
+            total = jnp.maximum(total, LEAST_TOTAL)
+        chosen = chosen / total
     return probs, chosen, ids
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -264,7 +265,7 @@ def _unsupported(config: Mapping[str, Any], name: str) -> list[str]:
     for key, off in _OFF.items():
         value = config.get(key)
         if value is not None and value != off:
-            found.append(f"{key}={value!r} is not supported, only {off!r}")
+            found.append(f"{key}={reprlib.repr(value)} is not supported, only {off!r}")
     for key in ("rope_scaling", "rope_parameters"):
         rope = {} if config.get(key) is None else config[key]
         if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":

@@ -46,8 +46,8 @@ def apply(
     replay: Array | None = None,
     record: bool = False,
     **options: Any,
-) -> tuple[Array, Any, Array | None]:
-    """`decoder.apply` with routes: (logits, cache, where `record` the routes that the routers themselves prefer).
+) -> tuple[Array, Any, Any, Array | None]:
+    """`decoder.apply` with routes: (logits, cache, loads, where `record` the routes that the routers prefer).
 
     replay [B,T,L,k]: what the layers take instead; it is read where valid bool[B,T] holds and it is not NO_ROUTE. The
     recorded choices are the routers' own also then, and NO_ROUTE where valid does not hold. Recorded alone they change
@@ -55,10 +55,9 @@ def apply(
     """
     cfg, variables = decoder.cfg, variables | replayed(replay, valid, decoder.cfg)
     if not record:
-        logits, cache, _ = decoder.apply(variables, tokens, valid, **options)
-        return logits, cache, None
-    (logits, cache, _), kept = decoder.apply(variables, tokens, valid, mutable=[RECORDED], **options)
-    return logits, cache, _where_valid(_by_token(kept[RECORDED], cfg), valid)
+        return *decoder.apply(variables, tokens, valid, **options), None
+    made, kept = decoder.apply(variables, tokens, valid, mutable=[RECORDED], **options)
+    return *made, _where_valid(_by_token(kept[RECORDED], cfg), valid)
 
 
 def replayed(routes: Array | None, valid: Array, cfg: ModelConfig) -> dict[str, Any]:

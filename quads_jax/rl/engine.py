@@ -226,7 +226,7 @@ def _prefill(s: _State, *, queue: _Queue, forward: Callable, p: Plan) -> _State:
     known = s.prompt_routes
     rows = jnp.where(at < p.prompts, ids, p.prompts)
     if p.width == p.chunk:
-        logits, cache, taken = forward(tokens, valid, cache=s.pool.cache, index=0, active=valid)
+        logits, cache, _, taken = forward(tokens, valid, cache=s.pool.cache, index=0, active=valid)
         calls = jnp.int32(1)
         if known is not None:
             known = known.at[rows].set(taken, mode="drop")
@@ -237,7 +237,7 @@ def _prefill(s: _State, *, queue: _Queue, forward: Callable, p: Plan) -> _State:
         def one(carry):
             c, cache, _, known = carry
             part = lambda a: lax.dynamic_slice_in_dim(a, c * p.chunk, p.chunk, axis=1)  # noqa: E731
-            logits, cache, taken = forward(
+            logits, cache, _, taken = forward(
                 part(tokens),
                 part(valid),
                 positions=part(positions),
@@ -314,7 +314,7 @@ def _decode(s: _State, *, queue: _Queue, forward: Callable, draw: Callable, p: P
     prompt = jnp.minimum(s.request // p.group, p.prompts - 1)
     valid = queue.valid[prompt]
     key_valid = jnp.concatenate([valid, jnp.ones((p.slots, p.new), bool)], axis=1)
-    logits, cache, taken = forward(
+    logits, cache, _, taken = forward(
         s.token[:, None],
         s.live[:, None],
         positions=(valid.sum(1, dtype=jnp.int32) + s.count - 1)[:, None],

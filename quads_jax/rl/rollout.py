@@ -28,6 +28,7 @@ def rollout(
     prompt_valid: Array,
     key: Array,
     version: Array,
+    forced: Array | None = None,
     *,
     model: ModelConfig,
     precision: Precision,
@@ -42,6 +43,9 @@ def rollout(
     and advantage still zero; rows end with the first stop token (kept, in the mask) or are truncated. A row without any
     valid prompt token is undefined. Routes of a model with MoE layers are those of every token that was fed forward:
     prompt and sampled tokens but for a row's last one; NO_ROUTE elsewhere.
+
+    forced i32[B,max_new_tokens]: tokens that are taken where they are not DRAWN. Rows that were sampled before are
+    scored so by the very program that sampled them: at the same parameters the same bits (`quads_jax.zero_gap`).
     """
     prompts, prompt_valid = jnp.asarray(prompts), jnp.asarray(prompt_valid)
     rows, prompt_len = prompts.shape
@@ -55,11 +59,11 @@ def rollout(
 
     def draw(logits: Array, step: Array) -> tuple[Array, Array, Array]:
         keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(row_keys)
-        token, logp = sample(keys, logits, sampling)
+        token, logp = sample(keys, logits, sampling, None if forced is None else forced[:, step])
         return token, logp, jnp.isin(token, stop_ids)
 
     cache = init_cache(model, rows, prompt_len + steps, precision.dtype)
-    logits, cache, taken = forward(prompts, prompt_valid, cache=cache, index=0, active=prompt_valid)
+    logits, cache, _, taken = forward(prompts, prompt_valid, cache=cache, index=0, active=prompt_valid)
     if taken is not None:
         taken = jnp.concatenate([taken, routes.no_routes(model, rows, steps)], axis=1)
     token, logp, stopped = draw(logits[:, 0], jnp.int32(0))
@@ -75,7 +79,7 @@ def rollout(
 
     def body(carry):
         step, token, done, cache, tokens, logps, mask, taken = carry
-        logits, cache, now = forward(
+        logits, cache, _, now = forward(
             token[:, None],
             ~done[:, None],
             positions=(length + step - 1)[:, None],
@@ -132,23 +136,26 @@ def score(
     record: bool = False,
 ) -> tuple[Array, ...]:
     """The full forward pass's view of sampled rows: tokens i32[b,T], valid bool[b,T] -> (logp f32[b,T], entropy
-    f32[b,T]), nats.
+    f32[b,T], nats; load f32[l,E]).
 
     logp[:,t] is of tokens[:,t] given the tokens before it, under the sampling distribution of `sampling` (its
     temperature); entropy is of that distribution. Both are 0 for t < prompt_len, where nothing was sampled and the head
-    is not run. Differentiable in params.
+    is not run. load: how many of the valid tokens each expert of each of the l MoE layers got, a choice of top_k
+    counting 1 / top_k. Differentiable in params.
 
     replay: routes [b,T,L,k] that MoE layers take instead of their own choices; record: gives these, as `routes.apply`
-    does, in a third place.
+    does, in a fourth place.
     """
     decoder, variables = Decoder(model, precision), {"params": params, "quant": quant}
     options = {"first": prompt_len - 1, "record": record, "replay": None if replay is None else replay[:, :-1]}
-    logits, _, own = routes.apply(decoder, variables, tokens[:, :-1], valid[:, :-1], active=valid[:, :-1], **options)
+    rows = tokens[:, :-1], valid[:, :-1]
+    logits, _, loads, own = routes.apply(decoder, variables, *rows, active=rows[1], **options)
     logprobs = processed_logprobs(logits, sampling)
     logp = take_last(logprobs, tokens[:, prompt_len:])
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     pad = ((0, 0), (prompt_len, 0))
-    scored = jnp.pad(logp, pad), jnp.pad(entropy, pad)
+    load = jnp.concatenate([run["share"] for run in loads]) if loads else jnp.zeros((0, 0))
+    scored = jnp.pad(logp, pad), jnp.pad(entropy, pad), load * jnp.sum(valid[:, :-1])
     if not record:
         return scored
     return *scored, jnp.pad(own, ((0, 0), (0, 1), (0, 0), (0, 0)), constant_values=routes.NO_ROUTE)

@@ -6,6 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+DRAWN = -1  # among forced tokens: draw this one
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -75,12 +77,17 @@ def _kept(logits: jax.Array, cfg: SamplingConfig) -> jax.Array:
     return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
 
 
-def sample(keys: jax.Array, logits: jax.Array, cfg: SamplingConfig) -> tuple[jax.Array, jax.Array]:
+def sample(
+    keys: jax.Array, logits: jax.Array, cfg: SamplingConfig, forced: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """One token a row; a row's result depends on its own key and logits only.
 
-    Args: keys [B] (typed) or [B,2] (raw) PRNG keys; logits f[B,V].
+    Args: keys [B] (typed) or [B,2] (raw) PRNG keys; logits f[B,V]; forced i32[B]: tokens that are taken where they are
+    not DRAWN, whatever was drawn.
     Returns (token i32[B], logp f32[B]), logp being `processed_logprobs(logits, cfg)` at the token.
     """
     logprobs = processed_logprobs(logits, cfg)
     token = jax.vmap(jax.random.categorical)(keys, logprobs).astype(jnp.int32)
+    if forced is not None:
+        token = jnp.where(forced == DRAWN, token, forced)
     return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]

@@ -20,6 +20,7 @@ class RolloutBatch:
     advantage: jax.Array  # f32[B]
     routes: jax.Array | None = None  # i8[B,T,L,k] (`models.routes`): experts that the rollout took; none: no MoE layer
     in_loss: jax.Array | None = None  # bool[B]: rows that the loss counts (dynamic sampling); none: all
+    ref_logp: jax.Array | None = None  # f32[B,T], nats: of tokens[:,t] under the reference policy; none: not read
 
 
 @flax.struct.dataclass

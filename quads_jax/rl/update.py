@@ -11,6 +11,7 @@ Prompts come in random order, so contiguous chunks are as fair as shuffled ones.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 
 from quads_jax.models.routes import NO_ROUTE
 from quads_jax.rl.corrections import CORRECTIONS, LEVELS, MAX_BOUND, correction_weights
+from quads_jax.rl.kl import kl_loss, kl_metrics
 from quads_jax.rl.losses import (
     LENGTH_NORMS,
     LOSSES,
@@ -31,36 +33,12 @@ from quads_jax.rl.losses import (
 from quads_jax.rl.types import RolloutBatch, TrainState
 
 # score(params, quant, tokens i32[b,T], valid bool[b,T]) -> (logp f32[b,T] of tokens[:,t] given the past, 0 at t = 0;
-# entropy f32[b,T] of the distribution that token t was drawn from), both in nats at the sampling temperature. Where
-# routes are wanted, also replay=[b,T,L,k], which MoE layers take, and record=True: their own ones are a third result.
-Score = Callable[..., tuple[jax.Array, jax.Array]]
+# entropy f32[b,T] of the distribution that token t was drawn from), both in nats at the sampling temperature; load
+# f32[l,E]: how many of the valid tokens each expert of each of the l MoE layers got, a top-k choice counting 1 / k.
+# Where routes are wanted, also replay=[b,T,l,k], which MoE layers take, and record=True: their own ones come fourth.
+Score = Callable[..., tuple[jax.Array, ...]]
 OLD_LOGP = ("trainer", "behaviour")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW. Steps are optimizer steps: one a minibatch."""
-
-    learning_rate: float
-    warmup_steps: int = 0  # step t of w has learning_rate * t / w, so step 1 already moves
-    max_grad_norm: float = 1.0  # a large number is off
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self):
-        for name in ("learning_rate", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
-        for name in ("warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be > 0 (a large number is off)")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+KL_IN = ("loss", "reward")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +57,15 @@ class UpdateConfig:
     correction_high: float = 2.0
     entropy_weight: float = 0.0  # of the entropy bonus; 0 is off
     routing_replay: bool = False  # the trainer's MoE layers take the experts that the rollout took (R3)
+    zero_gap: bool = False  # the trainer's log-probs are the rollout program's own, its gradient is its forward pass's
+    kl_weight: float = 0.0  # of the KL divergence to the policy of the start, in nats; 0 is off
+    kl_in: str = "loss"  # or reward, before the advantage
     minibatches: int = 1  # optimizer steps a call
     microbatches: int = 1  # chunks a minibatch, gradients accumulated in f32; changes memory, not the result
 
     def __post_init__(self):
-        for name, valid in (("loss", tuple(LOSSES)), ("length_norm", LENGTH_NORMS), ("old_logp", OLD_LOGP)):
+        named = {"loss": tuple(LOSSES), "length_norm": LENGTH_NORMS, "old_logp": OLD_LOGP, "kl_in": KL_IN}
+        for name, valid in named.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {valid}")
         for name in ("minibatches", "microbatches"):
@@ -97,7 +79,25 @@ class UpdateConfig:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1 (3 in the paper), or none")
         if not self.entropy_weight >= 0:
             raise ValueError(f"entropy_weight={self.entropy_weight} must be >= 0 (0 is off)")
+        self._check_zero_gap()
+        if not self.kl_weight >= 0:
+            raise ValueError(f"kl_weight={self.kl_weight} must be >= 0 (0 is off)")
+        if self.kl_in != "loss" and not self.kl_weight:
+            raise ValueError(f"kl_in={self.kl_in!r} has no effect without kl_weight")
         self._check_correction()
+
+    def _check_zero_gap(self):
+        if not self.zero_gap:
+            return
+        if self.old_logp == "behaviour":
+            raise ValueError("old_logp='behaviour' has no effect with zero_gap: the trainer's are the rollout's own")
+        if self.correction is not None:
+            raise ValueError(f"correction={self.correction!r} has no effect with zero_gap: its weights are all 1")
+        if self.minibatches == 1:
+            raise ValueError(
+                "zero_gap has no effect with minibatches=1: old log-probs are those of the only gradient then, so that "
+                "every ratio is 1, as with old_logp='trainer'; use minibatches=2 or more"
+            )
 
     def _check_correction(self):
         fields = {field.name: field.default for field in dataclasses.fields(self)}
@@ -122,20 +122,15 @@ class UpdateConfig:
             )
 
 
-def learning_rate(cfg: OptimConfig) -> optax.Schedule:
-    """i optimizer steps done -> the rate of the next: step t = i + 1 has learning_rate * min(1, t / warmup)."""
-    if cfg.warmup_steps <= 1:
-        return optax.constant_schedule(cfg.learning_rate)
-    return optax.linear_schedule(cfg.learning_rate / cfg.warmup_steps, cfg.learning_rate, cfg.warmup_steps - 1)
+class Scored(NamedTuple):
+    """A batch under the trainer's policy: logp and entropy f32[B,T] in nats, load f32[l,E], own routes [B,T,l,k] or
+    none.
+    """
 
-
-def make_optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with linear warm-up."""
-    rate = learning_rate(cfg) if cfg.warmup_steps > 1 else cfg.learning_rate
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.max_grad_norm),
-        optax.adamw(rate, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay),
-    )
+    logp: jax.Array
+    entropy: jax.Array
+    load: jax.Array
+    own: jax.Array | None
 
 
 def update(
@@ -146,6 +141,7 @@ def update(
     optimizer: optax.GradientTransformation,
     cfg: UpdateConfig,
     max_len: int,
+    gap_limit: float | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """cfg.minibatches optimizer steps on one batch. Returns (state with step + 1, metrics f32[] by name).
 
@@ -153,53 +149,108 @@ def update(
     gradient pass, so that the first ratio is 1 up to what the compiler does differently. Weights of the length
     normalisation are computed a minibatch, hence any number of microbatches gives one gradient up to fp32 rounding.
     max_len: the largest number of sampled tokens of a row, the divisor of length_norm="constant".
+    gap_limit: where gap/mean is above so many nats (gap/held = 1), parameters and optimizer state stay as they are, and
+    only the step is counted; none is off. cfg.kl_weight reads batch.ref_logp and logs `kl_metrics` of the old policy.
 
     Where a metric is not finite nothing is applied: the returned state is the given one, bit for bit, so that the
     caller can look for the tensor and repeat the step (`quads_jax.guards`). With several minibatches that holds a
     second copy of parameters and optimizer state during the call. The metrics cover all that can go wrong: log-probs of
     both sides, rewards, loss, gradients, updates, and parameters that the batch did not reach.
     The routes of a batch that has some are compared with the trainer's own (`router_metrics`).
-    Raises ValueError when B is not a multiple of minibatches * microbatches, and on routing_replay without routes.
+    Raises ValueError when B is not a multiple of minibatches * microbatches, on routing_replay without routes, on
+    kl_weight without batch.ref_logp, and on zero_gap.
     """
+    if cfg.zero_gap:
+        raise ValueError("zero_gap=True needs the rollout's program: use zero_gap.zero_gap_program instead of update")
+    scored = score_batch(state, batch, score, cfg, chunk_rows(batch, cfg))
+
+    def step(carry, minibatch):
+        return descend(*carry, state.quant, minibatch, score=score, optimizer=optimizer, cfg=cfg)
+
+    data = minibatches(batch, scored.logp, cfg, max_len)
+    (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
+    return conclude(state, batch, scored, params, opt_state, logs, cfg, gap_limit=gap_limit)
+
+
+def chunk_rows(batch: RolloutBatch, cfg: UpdateConfig) -> int:
+    """Rows of a microbatch. Raises ValueError when the batch does not divide into them."""
     rows, chunks = batch.tokens.shape[0], cfg.minibatches * cfg.microbatches
     if rows % chunks:
         raise ValueError(
             f"batch of {rows} rows does not divide into minibatches={cfg.minibatches} x microbatches="
             f"{cfg.microbatches} = {chunks} chunks; choose a batch that is a multiple of {chunks}"
         )
-    trainer_logp, entropy, own = score_batch(state, batch, score, cfg, rows // chunks)
+    return rows // chunks
 
-    def step(carry, minibatch):
-        params, opt_state = carry
-        (loss, clipped), grads = gradient(params, state.quant, minibatch, score, cfg)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        logs = {"loss": loss, "clipped": clipped}
-        logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        return (optax.apply_updates(params, updates), opt_state), logs
 
-    data = minibatches(batch, trainer_logp, cfg, max_len)
-    (params, opt_state), logs = lax.scan(step, (state.params, state.opt_state), data)
-    metrics = _metrics(state, batch, trainer_logp, entropy, logs) | _correction(batch, trainer_logp, cfg)[1]
-    if own is not None:
-        metrics |= router_metrics(batch.routes, own, _current(state, batch))
+def descend(params, opt_state, quant, minibatch, *, score, optimizer, cfg):
+    """One optimizer step on a minibatch of `minibatches`: ((params, optimizer state), its figures)."""
+    (loss, clipped), grads = gradient(params, quant, minibatch, score, cfg)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    logs = {"loss": loss, "clipped": clipped}
+    logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+    return (optax.apply_updates(params, updates), opt_state), logs
+
+
+def conclude(
+    state: TrainState,
+    batch: RolloutBatch,
+    scored: Scored,
+    params,
+    opt_state,
+    logs,
+    cfg: UpdateConfig,
+    *,
+    gap_limit: float | None = None,
+    more: dict[str, jax.Array] | None = None,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """(new state, metrics) of a step from `state`; scored: of `score_batch`; logs: of `descend`, stacked; gap_limit: of
+    `update`; more: other metrics of it.
+    """
+    metrics = _metrics(state, batch, scored, logs) | _correction(batch, scored.logp, cfg)[1]
+    metrics |= load_metrics(scored.load) | (more or {})
+    if scored.own is not None:
+        metrics |= router_metrics(batch.routes, scored.own, _current(state, batch))
+    if cfg.kl_weight:
+        metrics |= kl_metrics(_old_logp(batch, scored.logp, cfg), batch.ref_logp, batch.mask)
     finite = jnp.all(jnp.isfinite(jnp.stack([jnp.float32(value) for value in metrics.values()])))
-    new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
-    applied = jax.tree.map(lambda a, old: jnp.where(finite, a, old), new, {k: getattr(state, k) for k in new})
+    taken = finite
+    if gap_limit is not None:
+        held = metrics["gap/mean"] > gap_limit
+        taken, metrics = finite & ~held, metrics | {"gap/held": held.astype(jnp.float32)}
+    new = {"step": (finite, state.step + 1), "params": (taken, params), "opt_state": (taken, opt_state)}
+    applied = {
+        name: jax.tree.map(lambda a, old, use=use: jnp.where(use, a, old), tree, getattr(state, name))
+        for name, (use, tree) in new.items()
+    }
     return state.replace(**applied), metrics
 
 
 def score_batch(
     state: TrainState, batch: RolloutBatch, score: Score, cfg: UpdateConfig, chunk: int
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(logp f32[B,T], entropy f32[B,T], own routes [B,T,L,k] where the batch has routes, else none) of the trainer's
-    current policy, `chunk` rows at a time.
+) -> Scored:
+    """The batch under the trainer's current policy, `chunk` rows at a time; with its own routes where the batch has
+    routes.
     """
     options = {} if batch.routes is None else {"record": True}
-    data = {"tokens": batch.tokens, "valid": batch.valid} | _replayed(batch, cfg)
-    chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), data)
-    scored = lax.map(lambda rows: _score_rows(score, state.params, state.quant, rows, **options), chunked)
-    logp, entropy, *own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scored)
-    return logp, entropy, own[0] if own else None
+    rows = {"tokens": batch.tokens, "valid": batch.valid} | _replayed(batch, cfg)
+    return score_rows(functools.partial(score, state.params, state.quant, **options), rows, chunk)
+
+
+def score_rows(score: Score, rows: dict[str, jax.Array], chunk: int) -> Scored:
+    """A `Score` with its parameters bound, over tokens i32[B,T], valid bool[B,T] and, where replayed, routes, `chunk`
+    rows at a time.
+    """
+    chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), rows)
+    logp, entropy, load, *own = lax.map(lambda rows: _call(score, rows), chunked)
+    logp, entropy, *own = (x.reshape(-1, *x.shape[2:]) for x in (logp, entropy, *own))
+    return Scored(logp, entropy, jnp.sum(load, axis=0), own[0] if own else None)
+
+
+def _call(score: Score, rows: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """`score`, parameters bound, of rows of `score_batch` or `minibatches`."""
+    replay = {"replay": rows["replay"]} if "replay" in rows else {}
+    return score(rows["tokens"], rows["valid"], **replay)
 
 
 def _replayed(batch: RolloutBatch, cfg: UpdateConfig) -> dict[str, jax.Array]:
@@ -209,13 +260,6 @@ def _replayed(batch: RolloutBatch, cfg: UpdateConfig) -> dict[str, jax.Array]:
     if batch.routes is None:
         raise ValueError("routing_replay=True on a batch without routes: the model has no MoE layer; leave it off")
     return {"replay": batch.routes}
-
-
-def _score_rows(score: Score, params, quant, rows: dict[str, jax.Array], **options) -> tuple[jax.Array, ...]:
-    """`score` of the rows of `score_batch` or `minibatches`."""
-    if "replay" in rows:
-        options["replay"] = rows["replay"]
-    return score(params, quant, rows["tokens"], rows["valid"], **options)
 
 
 def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig, max_len: int) -> dict[str, jax.Array]:
@@ -228,19 +272,37 @@ def minibatches(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig,
         "tokens": batch.tokens,
         "valid": batch.valid,
         "mask": mask,
-        "old_logp": trainer_logp if cfg.old_logp == "trainer" else batch.behaviour_logp,
+        "old_logp": _old_logp(batch, trainer_logp, cfg),
         "advantage": batch.advantage,
         "weights": weights if correction is None else weights * correction,
     }
     data |= _replayed(batch, cfg)
     if cfg.entropy_weight:
         data["entropy_weights"] = weights
+    if cfg.kl_weight and batch.ref_logp is None:
+        raise ValueError(f"kl_weight={cfg.kl_weight} needs batch.ref_logp: score the batch under the reference policy")
+    if cfg.kl_weight and cfg.kl_in == "loss":
+        data["ref_logp"] = batch.ref_logp
     return jax.tree.map(lambda x: x.reshape(cfg.minibatches, cfg.microbatches, -1, *x.shape[1:]), data)
+
+
+def minibatch(data: dict[str, jax.Array], i: jax.Array | int, value: jax.Array | None = None) -> dict[str, jax.Array]:
+    """The i-th of `minibatches`. value f32[B,T]: log-probs that the objective takes instead of the score's, which give
+    their gradient only (`with_value`).
+    """
+    if value is not None:
+        data = data | {"value": value.reshape(data["mask"].shape)}
+    return jax.tree.map(lambda a: a[i], data)
 
 
 def _loss_mask(batch: RolloutBatch) -> jax.Array:
     """bool[B,T]: the sampled tokens of the rows in the loss."""
     return batch.mask if batch.in_loss is None else batch.mask & batch.in_loss[:, None]
+
+
+def _old_logp(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig) -> jax.Array:
+    """f32[B,T]: what the ratio divides by."""
+    return trainer_logp if cfg.old_logp == "trainer" else batch.behaviour_logp
 
 
 def _correction(batch: RolloutBatch, trainer_logp: jax.Array, cfg: UpdateConfig):
@@ -260,11 +322,15 @@ def gradient(params, quant, minibatch, score, cfg):
     per_token = functools.partial(LOSSES[cfg.loss], **options)
 
     def objective(params, rows):
-        logp, entropy = _score_rows(score, params, quant, rows)
+        logp, entropy, *_ = _call(functools.partial(score, params, quant), rows)
+        if "value" in rows:
+            logp = with_value(rows["value"], logp)
         mask, weights = rows["mask"], rows["weights"]
         loss, clipped = policy_loss(per_token, logp, rows["old_logp"], rows["advantage"], mask, weights)
         if cfg.entropy_weight:
             loss -= cfg.entropy_weight * weighted_sum(entropy, mask, rows["entropy_weights"])
+        if "ref_logp" in rows:
+            loss += cfg.kl_weight * kl_loss(logp, rows["old_logp"], rows["ref_logp"], mask, weights)
         return loss, jnp.sum(clipped)
 
     def accumulate(total, rows):
@@ -274,12 +340,22 @@ def gradient(params, quant, minibatch, score, cfg):
     return lax.scan(accumulate, zero, minibatch)[0]
 
 
-def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:
+@jax.custom_vjp
+def with_value(value: jax.Array, x: jax.Array) -> jax.Array:
+    """value, with the gradient of x (straight-through)."""
+    return value
+
+
+with_value.defvjp(lambda value, x: (value, None), lambda _, g: (None, g))
+
+
+def _metrics(state, batch, scored, logs) -> dict[str, jax.Array]:
     """Every logged number of a step. The gap counts tokens of the current policy version only (gap/tokens of them)."""
-    return gap_metrics(batch.behaviour_logp, trainer_logp, _current(state, batch)) | {
+    lag = jnp.where(batch.mask, (state.step - batch.version)[:, None].astype(jnp.float32), 0.0)
+    return gap_metrics(batch.behaviour_logp, scored.logp, _current(state, batch)) | {
         "loss": jnp.mean(logs["loss"]),
         "clip_fraction": jnp.sum(logs["clipped"]) / jnp.maximum(jnp.sum(_loss_mask(batch)), 1),
-        "entropy": masked_mean(entropy, batch.mask),  # nats a token, at the old policy
+        "entropy": masked_mean(scored.entropy, batch.mask),  # nats a token, at the old policy
         "grad_norm": jnp.mean(logs["grad_norm"]),  # before clipping, mean and max over minibatches
         "grad_norm_max": jnp.max(logs["grad_norm"]),
         "update_norm": jnp.mean(logs["update_norm"]),  # of the parameter change a minibatch
@@ -288,6 +364,8 @@ def _metrics(state, batch, trainer_logp, entropy, logs) -> dict[str, jax.Array]:
         "param_norm": optax.tree.norm(state.params),  # of the masters before the step
         "response_length": jnp.mean(jnp.sum(batch.mask, axis=1)),  # tokens, stop token included
         "truncation_rate": jnp.mean(~batch.finished),
+        "version/lag": masked_mean(lag, batch.mask),  # steps between a token's policy and the one it trains
+        "version/lag_max": jnp.max(lag),
     }
 
 
@@ -307,3 +385,15 @@ def router_metrics(routes: jax.Array, own: jax.Array, mask: jax.Array) -> dict[s
     among = jnp.any(routes[..., :, None] == own[..., None, :], axis=-1)
     exact = jnp.all(among, axis=-1)
     return {"router/agreement": masked_mean(among, before), "router/exact": masked_mean(exact, before[..., 0])}
+
+
+def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
+    """Of load f32[l,E] as `Score` has it, f32[] each; nothing for a model without MoE layers.
+
+    experts/dead: share of experts without a valid token in the batch, mean over layers. experts/max_share: the largest
+    share of a layer's token-expert pairs that one expert gets, over all layers; 1 / E at perfect balance.
+    """
+    if not load.size:
+        return {}
+    share = load / jnp.maximum(jnp.sum(load, axis=1, keepdims=True), 1.0)
+    return {"experts/dead": jnp.mean(load == 0), "experts/max_share": jnp.max(share)}

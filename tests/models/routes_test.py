@@ -11,6 +11,7 @@ import pytest
 from quads_jax.models import routes
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, init_params
+from quads_jax.models.moe import route
 from quads_jax.models.presets import write_config
 from quads_jax.precision import Precision
 from tests.models.hf_reference import disk_view
@@ -55,7 +56,7 @@ def program(cfg, precision, record=True, quick=False):
     def run(params, replay, tokens):
         valid, decoder = jnp.asarray(VALID), Decoder(cfg, precision)
         options = {"replay": replay, "record": record, "active": valid}
-        logits, _, own = routes.apply(decoder, {"params": params}, tokens, valid, **options)
+        logits, _, _, own = routes.apply(decoder, {"params": params}, tokens, valid, **options)
         return logits, own
 
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0} if quick else None)
@@ -120,3 +121,13 @@ def test_routes_of_another_shape_raise():
     for wrong in (foreign(QWEN3)[:, 1:], foreign(QWEN3)[:, :, 1:], foreign(QWEN3)[..., :1]):
         with pytest.raises(ValueError, match=r"routes of shape .* ask for \(3, 8, 3, 2\)"):
             jax.eval_shape(program(QWEN3, BFLOAT16), params(QWEN3), wrong, TOKENS)
+
+
+def test_experts_of_probability_zero_give_zero_and_finite_gradients():
+    """Logits 1,000 apart: the replayed experts' probabilities are 0 in float32, and so are their gates."""
+    x, ids = jnp.ones((1, 4)), jnp.int8([[1, 2]])
+    w = jnp.zeros((3, 4)).at[0].set(250.0)
+    gates, back = jax.vjp(lambda w: route(x, w, 2, True, ids)[1], w)
+    np.testing.assert_array_equal(gates, [[0.0, 0.0]])
+    assert np.isfinite(back(jnp.ones((1, 2)))[0]).all()
+    np.testing.assert_allclose(route(x, w * 1e-3, 2, True, ids)[1], [[0.5, 0.5]], rtol=1e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quads_jax.models.decoder import Decoder
-from quads_jax.pack import pack
+from quads_jax.pack import leaf_name, pack
 from quads_jax.precision import Precision, recipe
 from quads_jax.rl.calibration import channel_orders, channel_statistics
 from quads_jax.rl.rollout import rollout, score
@@ -50,7 +50,7 @@ def orders(precision):
 def test_behaviour_logp_is_the_full_forward_log_prob(temperature):
     cfg = sampling(temperature)
     batch = run(cfg=cfg)
-    logp, entropy = score(
+    logp, entropy, _ = score(
         PARAMS, {}, batch.tokens, batch.valid, model=MODEL, precision=Precision(dtype="float32"), sampling=cfg,
         prompt_len=TASK.prompt_len,
     )  # fmt: skip
@@ -59,11 +59,24 @@ def test_behaviour_logp_is_the_full_forward_log_prob(temperature):
     assert (np.asarray(entropy)[np.asarray(batch.mask)] > 0).all()
     assert not np.asarray(batch.behaviour_logp)[~np.asarray(batch.mask)].any()
     # scoring at another temperature is visibly wrong: the check above can fail
-    wrong, _ = score(
+    wrong, *_ = score(
         PARAMS, {}, batch.tokens, batch.valid, model=MODEL, precision=Precision(dtype="float32"),
         sampling=sampling(temperature + 0.2), prompt_len=TASK.prompt_len,
     )  # fmt: skip
     assert np.abs(np.asarray(wrong - batch.behaviour_logp))[np.asarray(batch.mask)].max() > 1e-2
+
+
+def test_the_load_of_a_router_without_preference_by_hand():
+    """All probabilities are equal, and top-k takes the first two experts: each gets half of the valid tokens."""
+    level = jax.tree_util.tree_map_with_path(lambda path, a: 0 * a if leaf_name(path)[-1] == "router" else a, PARAMS)
+    batch = run()
+    options = {"model": MODEL, "precision": FLOAT32, "sampling": sampling(), "prompt_len": TASK.prompt_len}
+    *_, load = score(level, {}, batch.tokens, batch.valid, **options)
+    half = np.asarray(batch.valid)[:, :-1].sum() / 2  # the last token is scored, not read
+    np.testing.assert_allclose(load, np.tile([half, half] + [0] * (MODEL.experts - 2), (MODEL.layers, 1)), rtol=1e-6)
+    assert not np.asarray(batch.valid)[:, :-1].all()
+    *_, load = score(PARAMS, {}, batch.tokens, batch.valid, **options)
+    np.testing.assert_allclose(np.sum(load, axis=1), 2 * half, rtol=1e-6)
 
 
 def test_rows_end_with_the_first_stop_token_and_pad_follows():

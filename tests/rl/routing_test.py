@@ -49,7 +49,7 @@ def scorer(precision, model=MODEL):
 def own_routes(precision):
     """jit: (params, batch, routes that are replayed) -> what its routers prefer."""
     score = scorer(precision)
-    return quick_jit(lambda tree, b, replay: score(tree, {}, b.tokens, b.valid, replay=replay, record=True)[2])
+    return quick_jit(lambda tree, b, replay: score(tree, {}, b.tokens, b.valid, replay=replay, record=True)[3])
 
 
 def fed(batch):
@@ -102,7 +102,8 @@ def test_replaying_the_trainers_own_routes_gives_its_bits():
     @functools.partial(jax.jit, static_argnames="record")
     def run(tree, replay, record):
         def loss(tree):
-            logp, entropy, *own = scorer(precision)(tree, {}, batch.tokens, batch.valid, replay=replay, record=record)
+            rows = batch.tokens, batch.valid
+            logp, entropy, _, *own = scorer(precision)(tree, {}, *rows, replay=replay, record=record)
             return jnp.sum(jnp.where(batch.mask, logp - 0.1 * entropy, 0.0)), (logp, *own)
 
         return jax.value_and_grad(loss, has_aux=True)(tree)
@@ -124,7 +125,7 @@ def test_routers_learn_through_replayed_choices():
     @quick_jit
     @jax.value_and_grad
     def loss(router):
-        logp, _ = scorer(FLOAT32)(with_router(tree, router), {}, batch.tokens, batch.valid, replay=given)
+        logp, *_ = scorer(FLOAT32)(with_router(tree, router), {}, batch.tokens, batch.valid, replay=given)
         return jnp.sum(jnp.where(batch.mask, logp, 0.0))
 
     router, size = tree["run_0"]["moe"]["router"], 1e-3
@@ -220,7 +221,7 @@ def test_a_step_with_replay_is_kept_and_repeated(tmp_path):
         str(tmp_path / "tiny.msgpack"),
         recipe=RecipeConfig(name="BF16"),
         rollout=RolloutConfig(prompts=4, group_size=2, max_new_tokens=NEW),
-        update=UpdateConfig(minibatches=2, routing_replay=True),
+        update=UpdateConfig(minibatches=2, routing_replay=True, zero_gap=True),
         eval=EvalConfig(prompts=8),
     )
     s = step.setup(cfg, MODEL)

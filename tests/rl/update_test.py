@@ -11,8 +11,9 @@ import optax
 import pytest
 
 from quads_jax.rl.losses import LENGTH_NORMS
+from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.types import RolloutBatch, TrainState
-from quads_jax.rl.update import OptimConfig, UpdateConfig, make_optimizer, update
+from quads_jax.rl.update import UpdateConfig, update
 
 V, B, T = 6, 8, 7
 MAX_LEN = T - 1
@@ -26,7 +27,8 @@ def score(params, quant, tokens, valid):
     logprobs = jax.nn.log_softmax(params["w"] + params["b"][None])[tokens[:, :-1]]
     logp = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     logp, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in (logp, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)))
-    return jnp.where(valid, logp, jnp.nan), jnp.where(valid, entropy, jnp.nan)
+    load = jnp.sum(valid[:, 1:, None] * jax.nn.one_hot(tokens[:, :-1], V), (0, 1))  # an expert a token
+    return jnp.where(valid, logp, jnp.nan), jnp.where(valid, entropy, jnp.nan), load[None]
 
 
 def numpy_score(w, b, tokens):
