@@ -30,8 +30,9 @@ from quads_jax.rl.sampling import SamplingConfig, sample
 from quads_jax.rl.types import RolloutBatch
 
 Array = jax.Array
-CHUNK = 512  # tokens of a row that one call prefills, where prompts are longer
-PREFILL_TOKENS = 16384  # of a window: what its pool of keys and values holds
+WINDOW_TOKENS = 16384  # what the pool of keys and values holds
+CALL_TOKENS = 4096  # of a prefill call: fewer would leave the device idle
+CHUNK = 128  # tokens of a row in a call, at least: shorter prompts are one chunk
 
 
 @flax.struct.dataclass
@@ -104,14 +105,15 @@ def check_engine(precision: Precision, slots: int, group: int) -> None:
 
 def plan(shape: tuple[int, int], new: int, slots: int, group: int, chunk: int | None = None) -> Plan:
     """Sizes for prompts of `shape` [N,P] and up to `new` tokens. They depend on the slots, not on how many prompts
-    there are, so that a request computes the same in a queue of any length. chunk: tokens a prefill call, CHUNK at
-    most unless given.
+    there are, so that a request computes the same in a queue of any length. chunk: tokens of a row in a prefill call;
+    none: as many as a call needs, in whole 32s, so that prompts shorter than the longest cost little more than their
+    own tokens.
     """
     prompts, length = shape
-    chunk = min(length, CHUNK) if chunk is None else chunk
-    width = -(-length // chunk) * chunk
-    window = max(1, min(slots // group, PREFILL_TOKENS // width))
-    return Plan(slots, group, prompts, width, chunk, window, new)
+    window = max(1, min(slots // group, WINDOW_TOKENS // length))
+    if chunk is None:
+        chunk = min(length, max(CHUNK, -(-CALL_TOKENS // (32 * window)) * 32))
+    return Plan(slots, group, prompts, -(-length // chunk) * chunk, chunk, window, new)
 
 
 def run_queue(

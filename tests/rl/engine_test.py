@@ -11,7 +11,7 @@ from quads_jax.models import routes
 from quads_jax.models.decoder import Decoder
 from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
-from quads_jax.rl.engine import CHUNK, PREFILL_TOKENS, finish_reasons, plan, run_queue
+from quads_jax.rl.engine import finish_reasons, plan, run_queue
 from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from tests.tiny import MODEL, TASK, params
@@ -247,9 +247,12 @@ def test_frequencies_are_those_of_the_softmax(temperature):
 
 def test_plans_do_not_depend_on_the_length_of_the_queue():
     assert plan((3, 7), 8, 64, 8)._replace(prompts=0) == plan((300, 7), 8, 64, 8)._replace(prompts=0)
-    assert plan((100, 512), 8, 64, 1).window == PREFILL_TOKENS // 512
-    long = plan((100, 1025), 8, 64, 1)
-    assert (long.chunk, long.width, long.window) == (CHUNK, 3 * CHUNK, PREFILL_TOKENS // (3 * CHUNK))
+    sizes = {length: plan((100, length), 8, 64, 1)[3:6] for length in (7, 128, 512, 1025, 4096)}
+    # (width, chunk, window): windows of 16,384 tokens, calls of 4,096 in whole 32s a row and at least 128
+    assert sizes == {
+        7: (7, 7, 64), 128: (128, 128, 64), 512: (512, 128, 32), 1025: (1152, 288, 15), 4096: (4096, 1024, 4)
+    }  # fmt: skip
+    assert plan((100, 512), 8, 8, 8)[3:6] == (512, 512, 1)  # a call of one prompt
     assert plan((100, 7), 8, 4, 16).window == 1  # fewer slots than a group
 
 
