@@ -18,6 +18,7 @@ from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, init_cache
 from quads_jax.precision import Precision
+from quads_jax.rl.engine import cache_dtype
 from quads_jax.rl.sampling import SamplingConfig, sample
 
 FEW, MANY = 4, 20  # rounds
@@ -27,7 +28,7 @@ SAMPLING = SamplingConfig(max_new_tokens=1, stop_ids=())
 def decode(packed: Any, quant: Any, rounds: Any, *, model: ModelConfig, precision: Precision, batch: int, context: int):
     """`rounds` tokens of `batch` slots that each hold `context` tokens, sampled: i32[batch], the last ones."""
     forward = _forward(packed, quant, model, precision)
-    cache = init_cache(model, batch, context + MANY, precision.dtype)
+    cache = init_cache(model, batch, context + MANY, cache_dtype(precision))
     valid, active = jnp.ones((batch, context + MANY), bool), jnp.ones((batch, 1), bool)
     keys = jax.random.split(jax.random.key(0), batch)
 
@@ -47,7 +48,7 @@ def prefill(packed: Any, quant: Any, rounds: Any, *, model: ModelConfig, precisi
     """`rounds` times the prompts of `rows` x `context` tokens: f32[rows], of the logits."""
     forward = _forward(packed, quant, model, precision)
     tokens, valid = _tokens(model, rows * context).reshape(rows, context), jnp.ones((rows, context), bool)
-    cache = init_cache(model, rows, context, precision.dtype)
+    cache = init_cache(model, rows, context, cache_dtype(precision))
 
     def step(_, carry):
         tokens, cache, _ = carry

@@ -74,7 +74,7 @@ class _Pool:
 class _State:
     """The loop's. Requests: R in all, and R also means none; `head` of them have been given a slot."""
 
-    cache: Cache  # [L,S,P+N,H,d]
+    cache: Cache  # [L,S,P+N,H,d], the numbers' bits
     pool: _Pool
     head: Array  # i32[]
     request: Array  # i32[S]
@@ -114,6 +114,13 @@ def plan(shape: tuple[int, int], new: int, slots: int, group: int, chunk: int | 
     if chunk is None:
         chunk = min(length, max(CHUNK, -(-CALL_TOKENS // (32 * window)) * 32))
     return Plan(slots, group, prompts, -(-length // chunk) * chunk, chunk, window, new)
+
+
+def cache_dtype(precision: Precision) -> str:
+    """Unsigned integers of the compute dtype's size, for the bits of keys and values: a CPU writes bf16 numbers into a
+    large array by way of a float32 copy of all of it.
+    """
+    return f"uint{8 * jnp.dtype(precision.dtype).itemsize}"
 
 
 def run_queue(
@@ -196,14 +203,15 @@ class _Queue(NamedTuple):
 def _start(model: ModelConfig, precision: Precision, p: Plan, pad_id: int) -> _State:
     """Before anything ran."""
     zero, total = jnp.int32(0), p.requests
+    bits = cache_dtype(precision)
     record = routes.moe_layers(model) > 0
     pool = _Pool(
-        init_cache(model, p.window, p.width, precision.dtype),
+        init_cache(model, p.window, p.width, bits),
         jnp.zeros((p.window, model.vocab_size)),
         zero,
     )
     return _State(
-        cache=init_cache(model, p.slots, p.width + p.new, precision.dtype),
+        cache=init_cache(model, p.slots, p.width + p.new, bits),
         pool=pool,
         head=zero,
         request=jnp.full(p.slots, total, jnp.int32),
