@@ -18,6 +18,8 @@ EXPERIMENTS = {
     "inspect": "experiments.inspect_model",
     "quantizer_speed": "experiments.quantizer_speed",
     "batch_shape": "experiments.batch_shape",
+    "throughput": "experiments.throughput",
+    "generate": "experiments.generate",
     "sweep": "experiments.sweep",
     "paper": "experiments.paper.main",
     "export": "experiments.export",

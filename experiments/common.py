@@ -30,6 +30,7 @@ from quads_jax.metrics import Progress, duration
 from quads_jax.report import write_report
 from quads_jax.start import WeakStart, load_start
 from quads_jax.step import setup
+from quads_jax.sync import StaleSync
 from quads_jax.tasks import TASKS
 from quads_jax.train import Stopped, train
 
@@ -102,7 +103,7 @@ flags.DEFINE_string(
     "(timeout_min is 1440 unless given); cluster=local runs the jobs on this machine.",
 )
 flags.DEFINE_string("warm_starts", None, "Sweep: the folder that keeps its warm starts; default WORKDIR/warm_starts.")
-flags.DEFINE_bool("smoke", False, "Named sweep, paper: its tiny form, for a CPU.")
+flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput: its tiny form, for a CPU.")
 flags.DEFINE_string("figure", None, "paper: 1 to 7, 8a, table2, table3, table3_trained or dual_clip.")
 
 
@@ -356,7 +357,7 @@ def _train_all(labels: Sequence[str], configs: Sequence[TrainConfig], workdir: P
     except Stopped as reason:
         print(f"\n{reason}", flush=True)
         sys.exit(EXIT_STOPPED)
-    except (WeakStart, RunFolderError, FloatingPointError, GapAlarm, OutOfMemory) as error:
+    except (WeakStart, RunFolderError, FloatingPointError, GapAlarm, StaleSync, OutOfMemory) as error:
         sys.exit(f"\n{error}")
     finally:
         progress.finish()

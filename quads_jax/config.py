@@ -14,6 +14,7 @@ from quads_jax import config_tree
 from quads_jax.models.config import ModelConfig, check_model
 from quads_jax.precision import DEFAULT_ROLES, RECIPES, Recipe, recipe
 from quads_jax.rl.advantage import ADVANTAGES
+from quads_jax.rl.engine import check_engine
 from quads_jax.rl.optim import OptimConfig, decay_steps
 from quads_jax.rl.sampling import SamplingConfig, check_sampling
 from quads_jax.rl.update import UpdateConfig
@@ -23,6 +24,7 @@ from quads_jax.tasks.chain_sum import ChainSum
 
 REGISTRY = {Task: TASKS}
 SHIPPED_TASK = ChainSum(operands=6, digits=1, modulus=10)
+ENGINES = ("static", "continuous")
 # Of a TrainConfig, when a run is resumed; `steps` only where the learning rate does not depend on them.
 MAY_CHANGE = ("steps", "checkpoint", "alarm.gap_mean_stop")
 _ABSENT = object()
@@ -51,6 +53,7 @@ _TRAIN_RANGES = {
     "rollout.prompts": (1, MAX_INT),
     "rollout.temperature": _TEMPERATURE,
     "rollout.max_new_tokens": (1, MAX_INT),
+    "rollout.slots": (1, MAX_INT),
     "update.clip_low": (1e-6, 1.0),
     "update.clip_high": (1e-6, 1e9),
     "update.dual_clip": (1.0, 1e9),
@@ -119,6 +122,9 @@ class RolloutConfig:
     group_size: int = 8
     temperature: float = 1.0
     max_new_tokens: int | None = None  # none: the task's longest answer
+    engine: str = "static"  # all rows at once to the end; continuous: ended rows are replaced (`rl.engine`)
+    slots: int | None = None  # continuous: rows at once; none: all, of which only prompts are shared
+    check_sync: bool = False  # before every rollout, that what it reads is what a sync of the parameters gives
 
     @property
     def rows(self) -> int:
@@ -334,6 +340,7 @@ def check_train(cfg: TrainConfig) -> Recipe:
             f"rollout.group_size={cfg.rollout.group_size} must be at least 2: a group of one has no baseline"
         )
     rows, group = cfg.rollout.rows, cfg.rollout.group_size
+    _check_rollout_engine(cfg.rollout, resolved, cfg.update.zero_gap)
     if cfg.rollout.prompts % cfg.update.minibatches:
         raise ValueError(
             f"rollout.prompts={cfg.rollout.prompts} does not divide into update.minibatches={cfg.update.minibatches} "
@@ -377,6 +384,26 @@ def check_train(cfg: TrainConfig) -> Recipe:
         )
     _check_tokens("rollout.prompts x rollout.group_size", rows, cfg.task.prompt_len + sampling.max_new_tokens)
     return resolved
+
+
+def _check_rollout_engine(cfg: RolloutConfig, resolved: Recipe, zero_gap: bool) -> None:
+    if cfg.engine not in ENGINES:
+        raise ValueError(f"rollout.engine={cfg.engine!r} is not one of {', '.join(ENGINES)}")
+    if cfg.engine == "static":
+        if cfg.slots is not None:
+            raise ValueError(
+                f"rollout.slots={cfg.slots} has no effect on rollout.engine=static, which runs all rows at once: leave "
+                "it out, or set rollout.engine=continuous"
+            )
+        return
+    if cfg.slots is not None and cfg.slots > cfg.rows:
+        raise ValueError(f"rollout.slots={cfg.slots} exceeds the {cfg.rows} rows of a step: the rest would stay idle")
+    if zero_gap:
+        raise ValueError(
+            "update.zero_gap=True needs rollout.engine=static: its update repeats the static program, bit for bit"
+        )
+    with config_tree.located(f"rollout.engine=continuous, recipe {resolved.label}"):
+        check_engine(resolved.rollout, cfg.slots or cfg.rows, cfg.group_size)
 
 
 def _check_alarm(alarm: AlarmConfig) -> None:

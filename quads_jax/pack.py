@@ -67,6 +67,23 @@ def pack(params: Any, quant: Any, precision: Precision) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_packed)
 
 
+def stale(packed: Any, params: Any, quant: Any, precision: Precision) -> dict[str, jax.Array]:
+    """bool[] an array of the packed parameters, by its path (of quantized ones with codes, block_scale, global_scale):
+    whether it is not, bit for bit, what `pack` makes of the parameters now. True is an array that a sync left out, or
+    that was packed for another version, channel order or, in a shape of another kind, precision.
+    """
+    fresh = pack(params, quant, precision)
+    if (have := jax.tree.structure(packed)) != (want := jax.tree.structure(fresh)):
+        raise ValueError(f"packed parameters of another precision or model: {have}, but a sync would give {want}")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(packed), jax.tree.leaves(fresh), strict=True)
+    return {"/".join(leaf_name(path)): jnp.any(_bits(a) != _bits(b)) for (path, a), b in pairs}
+
+
+def _bits(a: jax.Array) -> jax.Array:
+    """As unsigned integers, in which a NaN equals itself and 0 differs from -0."""
+    return jax.lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
+
+
 def packed_bytes(params: Any) -> int:
     """Bytes of the tree's arrays: what a sync moves."""
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(params))

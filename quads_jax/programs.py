@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax.models.config import ModelConfig
-from quads_jax.pack import flipped_by_layer, flipped_share, pack
+from quads_jax.pack import flipped_by_layer, flipped_share, pack, stale
 from quads_jax.precision import Precision
 from quads_jax.rl.calibration import channel_statistics
+from quads_jax.rl.engine import Usage, run_queue
 from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import DRAWN, SamplingConfig
@@ -109,6 +110,52 @@ def replay_program(
         return program(packed, quant, *prompts, key, jnp.int32(-1), tokens[:, prompt_len:]).behaviour_logp
 
     return run
+
+
+@functools.cache
+def engine_program(
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    pad_id: int,
+    shape: tuple[int, int],
+    group: int,
+    slots: int,
+) -> Callable[..., tuple[RolloutBatch, Usage]]:
+    """(packed, quant, prompts i32[shape], valid, key, version, limits or none) -> `rl.engine.run_queue`."""
+    static = {"model": model, "precision": precision, "sampling": sampling, "pad_id": pad_id}
+    program = traced_once(functools.partial(run_queue, group=group, slots=slots, **static))
+    return lambda packed, quant, *rest: program(packed, read_orders(quant, precision), *rest)
+
+
+def continuous_program(
+    model: ModelConfig,
+    precision: Precision,
+    sampling: SamplingConfig,
+    pad_id: int,
+    shape: tuple[int, int],
+    group: int,
+    slots: int,
+) -> Callable[..., tuple[RolloutBatch, dict[str, float]]]:
+    """As `rollout_program`, prompts of every row given, each repeated for its `group` -> (RolloutBatch, figures for the
+    row of a step: decode steps, and the share of their slots that held an unfinished request).
+    """
+    rows, prompt_len = shape
+    program = engine_program(model, precision, sampling, pad_id, (rows // group, prompt_len), group, slots)
+
+    def run(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any):
+        batch, usage = program(packed, quant, prompts[::group], valid[::group], key, version, None)
+        steps, busy = int(usage.decode_steps), int(usage.busy)
+        return batch, {"engine/decode_steps": steps, "engine/slots_used": busy / (steps * slots) if steps else 1.0}
+
+    return run
+
+
+@functools.cache
+def stale_program(model: ModelConfig, precision: Precision) -> Callable:
+    """(packed, params, quant) -> `pack.stale`."""
+    program = traced_once(lambda packed, params, quant: stale(packed, params, quant, precision))
+    return lambda packed, params, quant: program(packed, params, read_orders(quant, precision))
 
 
 def scorer_of(model: ModelConfig, precision: Precision, sampling: SamplingConfig, prompt_len: int) -> Score:

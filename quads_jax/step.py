@@ -20,6 +20,7 @@ from quads_jax.models.routes import moe_layers
 from quads_jax.pack import gemm_role, has_codes, leaf_name, packed_bytes
 from quads_jax.precision import DEFAULT_ROLES, Precision, Recipe
 from quads_jax.programs import (
+    continuous_program,
     flipped_by_layer_program,
     flipped_program,
     logp_program,
@@ -35,6 +36,7 @@ from quads_jax.rl.optim import learning_rate, make_optimizer, steps_done
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.shaping import overlong_penalty
 from quads_jax.rl.types import RolloutBatch, TrainState
+from quads_jax.sync import check_sync
 from quads_jax.tasks import Item, Task, mean_by_task
 from quads_jax.zero_gap import zero_gap_program
 
@@ -134,7 +136,7 @@ def evaluate(s: Setup, packed: Any, quant: Any, precision: Precision, greedy: bo
     for start in range(0, cfg.prompts, s.shape[0]):
         prompts, valid, items = held_out_prompts(task, cfg.seed, start, s.shape[0])
         key = jax.random.fold_in(jax.random.key(cfg.seed), start)
-        batch = program(packed, quant, prompts, valid, key, jnp.int32(-1))
+        batch, _ = program(packed, quant, prompts, valid, key, jnp.int32(-1))
         scores += rewards(task, items, batch, s.shape[1]).tolist()
         asked += items
     by_task = mean_by_task(asked, scores) if len(task.labels) > 1 else {}
@@ -191,12 +193,17 @@ def pack_weights(s: Setup, state: TrainState) -> Any:
         return jax.block_until_ready(pack_program(s.model, s.recipe.rollout)(state.params, state.quant))
 
 
-def _rollout(s: Setup, precision: Precision, sampling: SamplingConfig) -> Callable:
-    """`programs.rollout_program`; with update.zero_gap the one that the update runs again, which evaluations share."""
-    fixed = s.model, precision, sampling, s.cfg.task.tokenizer.pad_id, s.shape
-    if s.cfg.update.zero_gap and precision == s.recipe.rollout:
-        return rollout_program(*fixed, forcing=True)
-    return rollout_program(*fixed)
+def _rollout(s: Setup, precision: Precision, sampling: SamplingConfig, group: int = 1) -> Callable:
+    """(packed, quant, prompts and valid of every row, key, version) -> (RolloutBatch, figures of the row of a step), by
+    rollout.engine: `programs.rollout_program`, with update.zero_gap the one that the update runs again, which
+    evaluations share; or `programs.continuous_program`. group: rows of a prompt.
+    """
+    cfg, fixed = s.cfg.rollout, (s.model, precision, sampling, s.cfg.task.tokenizer.pad_id, s.shape)
+    if cfg.engine == "continuous":
+        return continuous_program(*fixed, group, cfg.slots or cfg.rows)
+    forcing = s.cfg.update.zero_gap and precision == s.recipe.rollout
+    program = rollout_program(*fixed, forcing=True) if forcing else rollout_program(*fixed)
+    return lambda *arguments: (program(*arguments), {})
 
 
 def _update(s: Setup, state: TrainState, batch: RolloutBatch, packed: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -304,9 +311,13 @@ def rl_step(
     prompts, valid, items = drawn
     clock, seconds, before = _Clock(), {}, state.key
     key, rollout_key = jax.random.split(state.key)
-    program = _rollout(s, s.recipe.rollout, s.sampling)
+    if s.cfg.rollout.check_sync:
+        with _phase(s, "pack"):
+            check_sync(s.model, s.recipe.rollout, state, packed)
+        seconds["check_sync"] = clock()
+    program = _rollout(s, s.recipe.rollout, s.sampling, s.cfg.rollout.group_size)
     with _phase(s, "rollout"):
-        batch = program(packed, state.quant, prompts, valid, rollout_key, state.step)
+        batch, engine = program(packed, state.quant, prompts, valid, rollout_key, state.step)
         jax.block_until_ready(batch)
     seconds["rollout"] = clock()
     if s.cfg.update.kl_weight:
@@ -338,7 +349,7 @@ def rl_step(
     row = {"kind": "train", "step": step, "groups/mixed": groups, **metrics, **judged}
     if len(s.cfg.task.labels) > 1:
         row |= {f"reward/{label}": value for label, value in mean_by_task(items, reward).items()}
-    row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed)}
+    row |= {"tokens_per_s": sampled / seconds["rollout"], "sync_bytes": packed_bytes(packed), **engine}
     return state, fresh, row | {f"seconds/{k}": v for k, v in seconds.items()}, batch
 
 

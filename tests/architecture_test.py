@@ -49,6 +49,8 @@ ALLOWED = {
         "quads_jax.config_tree"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
+    "quads_jax.generation": ("quads_jax",),  # likewise
+    "quads_jax.random_weights": (*_LEFT_OF_RL, "quads_jax.rl"),
     "quads_jax.inspection": ("quads_jax",),  # likewise
     "quads_jax.exporting": ("quads_jax",),  # likewise
     "quads_jax.layer_errors": ("quads_jax",),  # likewise, before train
@@ -58,7 +60,8 @@ ALLOWED = {
     "quads_jax.zero_gap": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.step": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.tasks",
-        "quads_jax.config", "quads_jax.device", "quads_jax.programs", "quads_jax.zero_gap"),
+        "quads_jax.config", "quads_jax.device", "quads_jax.programs", "quads_jax.sync", "quads_jax.zero_gap"),
+    "quads_jax.sync": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.start": (
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.config", "quads_jax.checkpoints", "quads_jax.step"),
     "quads_jax.guards": (

@@ -26,8 +26,8 @@ class Inputs(NamedTuple):
     """What every layer reads beside x [B,T,D].
 
     positions i32[B,T]; valid bool[B,T] (real tokens); active bool[B,T] or None (rows counted in channel choices); mask
-    bool[B,1,T,S] (query may see key); index: cache slot of the first token; prefill: keys are this call's own tokens,
-    not the cache's.
+    bool[B,1,T,S] (query may see key); index: cache slot of the first token, or of each row's; prefill: keys are this
+    call's own tokens, not the cache's.
     """
 
     positions: Array
@@ -98,8 +98,8 @@ class Decoder(nn.Module):
 
         Without a cache, or at index 0 (a Python int) with one, tokens attend to each other (training, prefill). Else
         they are written at slots index..index+T-1 and attend to the cache, whose usable slots are key_valid bool[B,S]
-        (T = 1 in decoding); positions i32[B,T] must then be given. last_only: logits of the last position alone
-        [B,1,V]; first: logits from that position on.
+        (T = 1 in decoding; an index i32[B], a slot a row, needs it); positions i32[B,T] must then be given. last_only:
+        logits of the last position alone [B,1,V]; first: logits from that position on.
         """
         c = self.cfg
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
@@ -150,8 +150,13 @@ def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs
         if key_valid is None or positions is None:
             raise ValueError("decoding with a cache needs positions i32[B,T] and key_valid bool[B,S]")
         slots = jnp.arange(cache[0].shape[2])
-        query = index + jnp.arange(tokens.shape[1])
-        mask = (slots[None, :] <= query[:, None])[None, None] & key_valid[:, None, None, :]
+        if jnp.ndim(index):
+            if tokens.shape[1] != 1:
+                raise ValueError(f"tokens {tokens.shape} with an index a row: decode such rows one token at a time")
+            mask = (slots <= index[:, None])[:, None, None, :] & key_valid[:, None, None, :]
+        else:
+            query = index + jnp.arange(tokens.shape[1])
+            mask = (slots[None, :] <= query[:, None])[None, None] & key_valid[:, None, None, :]
     return Inputs(positions, valid, active, mask, index, prefill)
 
 

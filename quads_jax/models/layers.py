@@ -150,6 +150,22 @@ def rotary(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def same_bits(a: Array, dtype: Any) -> Array:
+    """`a`, or its bits as a dtype of the same size."""
+    return a if a.dtype == dtype else jax.lax.bitcast_convert_type(a, dtype)
+
+
+def write_cache(cache: Array, new: Array, layer: Array, index: Array | int) -> Array:
+    """The cache [L,B,S,H,d] with new [B,T,H,d] of `layer` at slots index..index+T-1; index i32[B]: T = 1, each row at a
+    slot of its own. A cache of unsigned integers holds the numbers' bits.
+    """
+    new = same_bits(new, cache.dtype)
+    if jnp.ndim(index) == 0:
+        return jax.lax.dynamic_update_slice(cache, new[None], (layer, 0, index, 0, 0))
+    rows = jnp.arange(new.shape[0])
+    return cache.at[layer, rows, index].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings, an optional bias of q, k and v and an optional q/k norm. q, k and
     v share one weight and one global scale.
@@ -174,11 +190,10 @@ class Attention(nn.Module):
             q, k = self._norm("q_norm", q), self._norm("k_norm", k)
         q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
         if cache is not None:
-            at = (layer, 0, io.index, 0, 0)
             fresh = zip(cache, (k, v), strict=True)
-            cache = tuple(jax.lax.dynamic_update_slice(old, new[None], at) for old, new in fresh)
+            cache = tuple(write_cache(old, new, layer, io.index) for old, new in fresh)
             if not io.prefill:
-                k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in cache)
+                k, v = (same_bits(jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), dtype) for a in cache)
         with jax.default_matmul_precision("highest" if dtype == "float32" else None):  # GPUs would use TF32
             y = jax.nn.dot_product_attention(q, k, v, mask=io.mask)
         y = y.reshape(*x.shape[:2], h * d)

@@ -112,6 +112,39 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Sizes of published models, for measurements without their weights.
+MODELS: dict[str, ModelConfig] = {
+    "qwen3-30b-a3b": ModelConfig(
+        vocab_size=151_936,
+        d_model=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        d_mlp=6144,  # unused: every layer is MoE
+        experts=128,
+        top_k=8,
+        d_expert=768,
+        rope_theta=1e6,
+        tied_head=False,
+    ),
+    "olmoe-1b-7b": ModelConfig(
+        vocab_size=50_304,
+        d_model=2048,
+        layers=16,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        experts=64,
+        top_k=8,
+        d_expert=1024,
+        renormalize=False,
+        qk_norm="projection",
+        norm_eps=1e-5,
+        tied_head=False,
+    ),
+}
+
 # Keys of features that the decoder does not have, each with the value that means "not used", as an absent key does.
 _OFF = {
     "attention_bias": False,

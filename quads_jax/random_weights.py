@@ -1,0 +1,106 @@
+"""Packed parameters of a model's sizes with random contents: for speed, where float32 masters would not fit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from quads_jax.models.config import ModelConfig
+from quads_jax.models.decoder import init_params
+from quads_jax.pack import gemm_role, is_packed, leaf_name, pack
+from quads_jax.precision import ROLES, Precision
+from quads_jax.quant import tensor
+from quads_jax.quant.formats import BlockFormat
+from quads_jax.quant.tensor import BlockTensor
+from quads_jax.rl.calibration import channel_orders, channel_statistics
+
+Array = jax.Array
+
+
+def random_packed(model: ModelConfig, precision: Precision, seed: int) -> tuple[Any, Any]:
+    """(packed parameters, channel orders) of the structure that `pack` and `channel_orders` give, made on the device
+    leaf by leaf, layer by layer: beside the result at most one layer of one leaf is in memory.
+
+    Weights have variance 1/K; codes are uniform bits, block scales lie in 0.5..1.9, norms are 1. Orders are the natural
+    one, masks hold the share of `ratio` in each row.
+    """
+    key = jax.random.key(seed, impl="rbg")
+    masters = jax.eval_shape(lambda k: init_params(model, k), jax.random.key(0))
+    orders = _orders(model, precision, masters)
+    shapes = jax.eval_shape(functools.partial(pack, precision=precision), masters, orders)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_packed)
+    made = [_leaf(jax.random.fold_in(key, i), leaf_name(path), leaf) for i, (path, leaf) in enumerate(leaves)]
+    return jax.tree.unflatten(tree, made), orders
+
+
+def _orders(model: ModelConfig, precision: Precision, masters: Any) -> Any:
+    if not precision.needs_order:
+        return {}
+    tokens, valid = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1, 16), bool)
+    measure = functools.partial(channel_statistics, model=model, precision=precision)
+    statistics = jax.eval_shape(measure, masters, tokens, valid)
+    shapes = jax.eval_shape(functools.partial(channel_orders, precision=precision), statistics, masters)
+    ratio = max(spec.ratio for r in ROLES if (spec := precision.role(r).residual))
+
+    def one(leaf: Any) -> Array:
+        at = jnp.broadcast_to(jnp.arange(leaf.shape[-1], dtype=jnp.int32), leaf.shape)
+        return at if leaf.dtype != bool else at < 16 * round(ratio * leaf.shape[-1] / 16)
+
+    return jax.tree.map(one, shapes)
+
+
+def _leaf(key: Array, names: tuple[str, ...], like: Any) -> Any:
+    """One parameter: arrays of `like`, a BlockTensor or an array of shapes alone."""
+    layers = names[0].startswith("run_")
+    if not is_packed(like):
+        if names[-1] == "scale":
+            return jnp.ones(like.shape, like.dtype)
+        if gemm_role(names) is None and names[-1] == "qkv_bias":
+            return jnp.zeros(like.shape, like.dtype)
+        return _filled(key, like, layers, functools.partial(_uniform, dtype=like.dtype))
+    parts = jax.random.split(key, 2)
+    codes = _filled(parts[0], like.codes, layers, functools.partial(_codes, fmt=like.fmt))
+    scale = None
+    if like.block_scale is not None:
+        scale = _filled(parts[1], like.block_scale, layers, _scales)
+    level = jnp.full(like.global_scale.shape, like.shape[-1] ** -0.5 / _root_mean_square(like.fmt), jnp.float32)
+    return BlockTensor(codes, scale, level, like.fmt, like.layout)
+
+
+def _filled(key: Array, like: Any, layers: bool, draw: Any) -> Array:
+    """draw(key, shape) of the whole array, or one layer after the other."""
+    if not layers:
+        return jax.jit(draw, static_argnums=1)(key, like.shape)
+    each = lambda i: draw(jax.random.fold_in(key, i), like.shape[1:])  # noqa: E731
+    return jax.jit(lambda: jax.lax.map(each, jnp.arange(like.shape[0])))()
+
+
+def _uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Of mean 0 and variance 1 / the last axis."""
+    bits = jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32)
+    return ((bits - 32767.5) * (math.sqrt(12.0 / shape[-1]) / 65536.0)).astype(dtype)
+
+
+def _codes(key: Array, shape: tuple[int, ...], fmt: BlockFormat) -> Array:
+    """Any two E2M1 elements a byte; E4M3 and E5M2 elements below 2, so that none is NaN."""
+    bits = jax.random.bits(key, shape, jnp.uint8)
+    return bits if fmt.element.bits == 4 else bits & jnp.uint8(0xBF)
+
+
+def _scales(key: Array, shape: tuple[int, ...]) -> Array:
+    """E4M3 numbers from 0.5 to 1.875."""
+    return jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(0x0F) | jnp.uint8(0x30)
+
+
+@functools.cache
+def _root_mean_square(fmt: BlockFormat) -> float:
+    """Of random elements times block scales."""
+    width = 4096
+    codes = _codes(jax.random.key(0), (16, width // 2 if fmt.element.bits == 4 else width), fmt)
+    scale = None if fmt.block is None else _scales(jax.random.key(1), (16, width // fmt.block))
+    sample = BlockTensor(codes, scale, jnp.ones((1 if fmt.block else 16, 1)), fmt)
+    return float(jnp.sqrt(jnp.mean(jnp.square(tensor.values(sample)))))
