@@ -57,11 +57,12 @@ def run() -> None:
         workdir = common.new_folder("inspect")
     source = {"command": common.command("inspect"), "commit": common.commit(), "device": common.device()}
     (workdir / "config.json").write_text(json.dumps(source | config_tree.to_json(config), indent=1) + "\n")
-    rows = inspect_checkpoint(config, params, model)
+    rows, memory = inspect_checkpoint(config, params, model)
     (workdir / "inspect.json").write_text(json.dumps([_finite(row) for row in rows], indent=1) + "\n")
+    (workdir / "memory.json").write_text(json.dumps(memory, indent=1) + "\n")
     pictures = draw(workdir, rows)
-    print(table({f"{row['layer']} {row['projection']}": [row] for row in rows}))
-    (workdir / "REPORT.md").write_text(markdown(config, source, rows, pictures))
+    print(memory_table(memory), table({f"{row['layer']} {row['projection']}": [row] for row in rows}), sep="\n\n")
+    (workdir / "REPORT.md").write_text(markdown(config, source, rows, memory, pictures))
     print(f"\nalso in {workdir}, with pictures")
 
 
@@ -70,7 +71,21 @@ def _finite(row: Row) -> Row:
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def markdown(config: InspectConfig, source: dict[str, str], rows: Sequence[Row], pictures: dict[str, str]) -> str:
+def memory_table(memory: Sequence[Row]) -> str:
+    """A Markdown table of `inspection.sizes`: bytes a precision, in bold where it quantizes, and their sums."""
+    names = [key.removeprefix("bytes/") for key in memory[0] if key.startswith("bytes/")]
+    lines = [["tensors", "parameters", *(f"{name} (bytes)" for name in names)], ["---"] * (2 + len(names))]
+    for row in memory:
+        cells = [f"**{row[f'bytes/{n}']:,}**" if row[f"quantized/{n}"] else f"{row[f'bytes/{n}']:,}" for n in names]
+        lines.append([row["tensors"], f"{row['parameters']:,}", *cells])
+    keys = ("parameters", *(f"bytes/{name}" for name in names))
+    lines.append(["all", *(f"{sum(row[key] for row in memory):,}" for key in keys)])
+    return _padded(lines)
+
+
+def markdown(
+    config: InspectConfig, source: dict[str, str], rows: Sequence[Row], memory: Sequence[Row], pictures: dict[str, str]
+) -> str:
     """REPORT.md: a line a projection, whatever the number of layers. pictures: {title: file}."""
     by_projection: dict[str, list[Row]] = {}
     for row in rows:
@@ -81,6 +96,7 @@ def markdown(config: InspectConfig, source: dict[str, str], rows: Sequence[Row],
             [
                 f"# {config.recipe.resolve().rollout.name} on the weights `{config.init}`",
                 *(f"{key}: `{value}`" for key, value in source.items()),
+                f"What the rollout keeps, quantized tensors in bold:\n\n{memory_table(memory)}",
                 table(by_projection),
                 f"{DEFINITIONS} Blocks flushed to 0: {flushed}. All measures of all layers: inspect.json.",
                 *(f"![{title}]({file})" for title, file in pictures.items()),
@@ -104,6 +120,10 @@ def table(groups: dict[str, list[Row]]) -> str:
             chosen = [[row[key][RATIOS.index(r)] for r in TABLE_RATIOS.values()] for row in group if key in row]
             cells.append(" / ".join(f"{100 * share:.0f}" for share in np.mean(chosen, axis=0)) if chosen else "-")
         lines.append([name, *cells, _worst(group)])
+    return _padded(lines)
+
+
+def _padded(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from quads_jax.config import SHIPPED_TASK, RecipeConfig, TrainConfig
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.models.layers import GEMM_ROLES
-from quads_jax.pack import gemm_role, leaf_name, lookup
-from quads_jax.precision import LayerPrecision, Precision
+from quads_jax.pack import gemm_role, is_packed, leaf_name, lookup, pack, packed_bytes
+from quads_jax.precision import ROLES, LayerPrecision, Precision, recipe
 from quads_jax.quant import error
 from quads_jax.quant.formats import BlockFormat
 from quads_jax.quant.tensor import quantize_dequantize
@@ -25,6 +26,7 @@ from quads_jax.tasks.base import Task
 Array = jax.Array
 Row = dict[str, Any]
 RATIOS = tuple(i / 16 for i in range(1, 17))  # shares of the channels at which residual concentration is given
+OTHERS = "norms, embedding, router"
 CHANNEL_BLOCK = 16  # channels that policy `block` takes together
 
 
@@ -50,11 +52,36 @@ def inspect_setup(cfg: InspectConfig, model: ModelConfig) -> Setup:
     return setup(TrainConfig(init=cfg.init, seed=cfg.seed, task=cfg.task, recipe=cfg.recipe), model)
 
 
-def inspect_checkpoint(cfg: InspectConfig, params: Any, model: ModelConfig) -> list[Row]:
-    """`report` of f32 masters as `cfg` says, with channel orders calibrated as before a run's first step."""
+def inspect_checkpoint(cfg: InspectConfig, params: Any, model: ModelConfig) -> tuple[list[Row], list[Row]]:
+    """(`report` of f32 masters as `cfg` says, with channel orders calibrated as before a run's first step; their
+    `sizes` in BF16, FP8 and that precision).
+    """
     s = inspect_setup(cfg, model)
     tokens, valid, _ = supervised_batch(cfg.task, cfg.seed, "held_out", 0, cfg.rows)
-    return report(params, calibrate(s, params), model, s.recipe.rollout, tokens, valid)
+    quant, rollout = calibrate(s, params), s.recipe.rollout
+    precisions = {name: recipe(name, roles=cfg.recipe.roles).rollout for name in ("BF16", "FP8")}
+    measured = sizes(params, quant, precisions | {rollout.name: rollout})
+    return report(params, quant, model, rollout, tokens, valid), measured
+
+
+def sizes(params: Any, quant: Any, precisions: Mapping[str, Precision]) -> list[Row]:
+    """What the rollout keeps of f32 masters under each precision, a row a layer role and one of all other tensors.
+
+    Row: "tensors", "parameters", and by precision its name's "bytes/NAME" and "quantized/NAME". quant: the channel
+    orders of the precisions that permute, {} for none. Nothing is computed: shapes alone are looked at.
+    """
+    roles = {path: gemm_role(leaf_name(path)) or OTHERS for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    rows = {role: {"tensors": role, "parameters": 0} for role in (*ROLES, OTHERS) if role in roles.values()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        rows[roles[path]]["parameters"] += leaf.size
+    for name, precision in precisions.items():
+        made = jax.eval_shape(functools.partial(pack, precision=precision), params, quant)
+        leaves = jax.tree_util.tree_leaves_with_path(made, is_leaf=is_packed)
+        for row in rows.values():
+            own = [leaf for path, leaf in leaves if roles[path] == row["tensors"]]
+            row[f"bytes/{name}"] = sum(map(packed_bytes, own))
+            row[f"quantized/{name}"] = any(map(is_packed, own))
+    return list(rows.values())
 
 
 def report(params: Any, quant: Any, model: ModelConfig, precision: Precision, tokens: Array, valid: Array) -> list[Row]:

@@ -18,9 +18,10 @@ from tests.tiny import TASK
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def cells(text):
-    """{first cell: {title: cell}} of the Markdown table in `text`."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+def cells(text, first="projection"):
+    """{first cell: {title: cell}} of the Markdown table in `text` whose first title is `first`."""
+    table = text[text.index(f"| {first} ") :].split("\n\n")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     titles, _, *rows = lines
     return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
@@ -39,6 +40,10 @@ def test_the_files_of_a_tiny_model(tmp_path, capsys):
     # QUADS is the default: compensation removes a part of the error
     assert all(0 < row["output/error"] < row["output/error_uncompensated"] < 0.3 for row in rows)
     report = (folder / "REPORT.md").read_text()
+    memory = cells(report, "tensors")  # 2 layers of attention 64 x 32 and 32 x 32, MLP 64 x 32 and 32 x 32
+    assert (memory["mlp"]["parameters"], memory["mlp"]["BF16 (bytes)"]) == ("6,144", "12,288")
+    nvfp4 = 6144 // 2 + 6144 // 16 + 4 * 4  # codes, block scales, a global scale a matrix
+    assert memory["mlp"]["W4A4+RAC 0.5 block (bytes)"] == f"**{nvfp4:,}**"
     assert "W4A4+RAC 0.5 block" in report and list(cells(report)) == names
     shown = cells(capsys.readouterr().out)
     assert list(shown) == [f"{i} {name}" for i in range(2) for name in names]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from quads_jax.config import RecipeConfig
-from quads_jax.inspection import RATIOS, InspectConfig, inspect_setup, measure, report
+from quads_jax.inspection import OTHERS, RATIOS, InspectConfig, inspect_setup, measure, report, sizes
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision, recipe
 from quads_jax.quant.formats import NVFP4
 from tests.ops_test import bf16, dq, relative
 from tests.pack_test import channel_orders, random_params
 from tests.tiny import MODEL as TINY
-from tests.tiny import TASK
+from tests.tiny import TASK, params
 
 # A dense layer and two of experts, all with matrices [64, 32] and [32, 32], so that few programs measure them all. The
 # dense MLP is not quantized, the head has 4-bit weights, and the other roles compensate half of their channels.
@@ -208,3 +208,24 @@ def test_permuted_operands_are_measured_in_their_order():
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         inspect_setup(InspectConfig(**{"task": TASK} | change), TINY)
+
+
+def test_sizes_by_hand():
+    """Two layers of 4 experts, 64 x 32 and 32 x 32; FP8 has a scale an output channel, NVFP4 one a block and a matrix.
+    The dense roles that a precision leaves alone are bf16, other tensors float32.
+    """
+    tree = jax.eval_shape(lambda: params())
+    only = recipe("NAIVE", roles=("experts",)).rollout
+    found = {r["tensors"]: r for r in sizes(tree, {}, {"FP8": recipe("FP8").rollout, "experts": only})}
+    assert list(found) == ["experts", "attention", OTHERS]
+    experts, attention = 2 * 4 * (64 + 32) * 32, 2 * (64 + 32) * 32
+    assert found["experts"] == {
+        "tensors": "experts",
+        "parameters": experts,
+        "bytes/FP8": experts + 4 * 2 * 4 * (64 + 32),
+        "quantized/FP8": True,
+        "bytes/experts": experts // 2 + experts // 16 + 4 * 2 * 4 * 2,
+        "quantized/experts": True,
+    }
+    assert (found["attention"]["bytes/experts"], found["attention"]["quantized/experts"]) == (2 * attention, False)
+    assert found[OTHERS]["bytes/FP8"] == 4 * found[OTHERS]["parameters"]
