@@ -52,7 +52,7 @@ def test_equal_arithmetic_has_no_gap_and_compensation_closes_it(config):
     assert gap("QUADS", ratio=0.0, policy="token") == gap("QAT") > 0
 
 
-def test_more_sequences_than_rows_are_refused(config):
+def test_more_sequences_than_rows_are_refused(config, tmp_path):
     s, weights = common.load(config, config.inits[0])
     with pytest.raises(ValueError, match="17 sequences, but a step has 16 rows"):
         fixed_sequences(s, weights, 17)
@@ -60,9 +60,14 @@ def test_more_sequences_than_rows_are_refused(config):
         ({"inits": ()}, "inits is empty"),
         ({"rows": 6}, "rows=6 must be a positive multiple of 4"),
         ({"sequences": 32}, r"sequences=32 must be in 1..rows=16"),
+        ({"text": __file__}, "has an effect on figure 4 of Hugging Face folders"),
     ):
         with pytest.raises(ValueError, match=message):
             common.check(dataclasses.replace(config, **change))
+    folder = dataclasses.replace(config, inits=(str(tmp_path),))
+    common.check(folder)
+    with pytest.raises(ValueError, match="is a folder: give text=FILE"):
+        common.check(folder, reads_text=True)
 
 
 def test_held_share():

@@ -17,7 +17,7 @@ from quads_jax.tasks.base import Task
 class PaperConfig:
     """Weights, and the answers on which two arithmetics are compared."""
 
-    inits: tuple[str, ...] = ("shipped",)  # weights files: before RL, after RL, ...
+    inits: tuple[str, ...] = ("shipped",)  # weights files or Hugging Face folders: before RL, after RL, ...
     task: Task = SHIPPED_TASK
     sequences: int = 256  # BF16 answers to held-out prompts
     rows: int = 512  # answers a sampled comparison draws, of the first step's prompts
@@ -26,15 +26,17 @@ class PaperConfig:
     seed: int = 0
 
 
-def check(config: PaperConfig) -> None:
-    """Raises ValueError on a config that cannot run."""
+def check(config: PaperConfig, reads_text: bool = False) -> None:
+    """Raises ValueError on a config that cannot run. reads_text: the figure reads `text` with Hugging Face folders."""
     if not config.inits:
         raise ValueError("inits is empty: name weights files, or shipped")
     folders = [init for init in config.inits if Path(init).is_dir()]
-    if folders and config.text is None:
+    if reads_text and folders and config.text is None:
         raise ValueError(f"inits: {folders[0]} is a folder: give text=FILE, which the model reads")
-    if config.text is not None and (not folders or not Path(config.text).is_file()):
-        raise ValueError(f"text={config.text} must be a file, and has an effect on Hugging Face folders in inits only")
+    if config.text is not None and not (reads_text and folders and Path(config.text).is_file()):
+        raise ValueError(
+            f"text={config.text} must be a file, and has an effect on figure 4 of Hugging Face folders in inits only"
+        )
     if config.rows < 4 or config.rows % 4:
         raise ValueError(f"rows={config.rows} must be a positive multiple of 4")
     if not 1 <= config.sequences <= config.rows:

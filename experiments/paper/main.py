@@ -50,12 +50,9 @@ def measure(name: str) -> None:
     if common.FLAGS.smoke:
         config = dataclasses.replace(config, sequences=16, rows=16)
     with common.usage_errors():
-        paper.check(config)
-        folders = [init for init in config.inits if Path(init).is_dir()]
-        if folders and figure is not residuals:
-            raise ValueError(f"inits: {folders[0]} is a folder, which figure 4 alone reads")
+        paper.check(config, reads_text=figure is residuals)
         for init in config.inits:
-            if init not in folders:
+            if not (figure is residuals and Path(init).is_dir()):
                 paper.load(config, init)
     if common.FLAGS.dry_run:
         print(json.dumps(config_tree.to_json(config), indent=1))
