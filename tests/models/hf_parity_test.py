@@ -143,7 +143,7 @@ def test_greedy_generation_and_its_logprobs():
     batch = generate(params, {}, prompts, prompt_valid, jax.random.key(0), jnp.int32(0))
     np.testing.assert_array_equal(batch.tokens[:, width:], refs["gen/tokens"])
     plain = SamplingConfig(max_new_tokens=steps, stop_ids=())
-    logp, _ = quick_jit(functools.partial(score, model=cfg, precision=FLOAT32, sampling=plain, prompt_len=width))(
+    logp, *_ = quick_jit(functools.partial(score, model=cfg, precision=FLOAT32, sampling=plain, prompt_len=width))(
         params, {}, batch.tokens, batch.valid
     )
     np.testing.assert_allclose(logp[:, width:], refs["gen/logprobs"], rtol=0, atol=1e-4)  # observed 1e-5
