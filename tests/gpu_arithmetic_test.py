@@ -162,7 +162,7 @@ def golden_inputs(device, reference):
 
 
 def compensation(device, reference):
-    """Both operands of residual compensation and their scale, nine distributions."""
+    """Both operands of residual compensation and their scale."""
     half = functools.partial(compensate, fmt=NVFP4, mask=lambda r: jnp.arange(r.shape[-1]) < 128)
     own = functools.partial(compensate, fmt=NVFP4, mask=lambda r: token_mask(r, 128))
     cases = {"half of the channels": half, "half, each token's own": own}
