@@ -33,7 +33,8 @@ from quads_jax.sweep_results import (
 
 BEST = 40  # rows of the table of the best settings
 FENCE = "~" * 8
-OPTIONAL = ("teacher-forced before", "after", "greedy after (%)")  # columns of a group's table, left out where empty
+# Columns of a group's table that are left out where empty
+OPTIONAL = ("router agreement (%)", "teacher-forced before", "after", "greedy after (%)")
 
 
 def write_comparison(workdir: str | os.PathLike) -> Path:
@@ -198,6 +199,7 @@ def _group(sweep: Sweep, group: Group) -> list[str]:
             "gap, mean over steps": "gap, mean (nats)",
             "gap p99, mean over steps": "gap, p99",
             "gap maximum, median over steps": "gap, max",
+            "router agreement, mean over steps": "router agreement (%)",
             "teacher-forced gap before": "teacher-forced before",
             "teacher-forced gap after": "after",
             "greedy pass@1 after, rollout precision": "greedy after (%)",

@@ -198,6 +198,10 @@ QUANTITIES: Quantities = {
     "gap maximum, median over steps": ("nats", lambda run: _median(run.series("gap/max").values())),
     "gap p99.9, mean over steps": ("nats", lambda run: _mean(run.series("gap/p99.9").values())),
     "tokens of the gap, mean over steps": ("tokens", lambda run: _mean(run.series("gap/tokens").values())),
+    "router agreement, mean over steps": (
+        "%",
+        lambda run: _mean(100 * share for share in run.series("router/agreement").values()),
+    ),
     "teacher-forced gap before": ("nats", lambda run: next(iter(_forced(run)), None)),
     "teacher-forced gap after": ("nats", lambda run: _mean(_forced(run)[1:][-FINAL_EVALS:])),
     "greedy pass@1 before, rollout precision": ("%", lambda run: before(run.scores(GREEDY))),
