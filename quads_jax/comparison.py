@@ -165,9 +165,10 @@ def _protocol(sweep: Sweep) -> list[str]:
     of_settings = [_pairs(group, setting, "rollout") for group in sweep.groups for setting in group.settings]
     compared = sum(pairs is not None for pairs in of_settings)
     parts.append(
-        f"Differences to {sweep.baseline} are of final scores and paired by seed: only seeds that both sides finished "
-        f'count. "Matches {sweep.baseline}": the lower bound of the interval under the rollout\'s precision lies above '
-        f'-{MARGIN:g} points, and no seed failed; otherwise "not shown", which does not say that it is worse.'
+        f"Differences to {sweep.whole_baseline} are of final scores and paired by seed: only seeds that both sides "
+        f'finished count. "Matches {sweep.baseline}": the lower bound of the interval under the rollout\'s precision '
+        f'lies above -{MARGIN:g} points, and no seed failed; otherwise "not shown", which does not say that it is '
+        "worse."
     )
     tasks = len(results.tasks_of(sweep.runs))
     parts.append(

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,13 @@ class Sweep:
 
     @property
     def baseline(self) -> str | None:
-        """Such as "BF16"."""
+        """Such as "BF16": its recipe alone, where it has one."""
+        values = self.about["baseline"]
+        return None if values is None else values.get("recipe") or self.whole_baseline
+
+    @property
+    def whole_baseline(self) -> str | None:
+        """Such as "BF16, old_logp=behaviour"."""
         values = self.about["baseline"]
         return None if values is None else text_of(values, list(values))
 
@@ -248,14 +254,17 @@ def _load_point(entry: dict[str, Any], workdir: Path, last: dict[str, Any] | Non
 
 
 def _groups(points: tuple[Point, ...], baseline: dict[str, str] | None) -> tuple[Group, ...]:
-    """In the order of the points; a path with one value only names nothing."""
+    """In the order of the points; a path with one value only names nothing, nor does a value that is the baseline's,
+    but for the recipe and where nothing else is left.
+    """
     varied = [p for p in paths_of(points) if len({point.setting[p] for point in points}) > 1]
     apart = [] if baseline is None else [p for p in varied if p not in baseline]
     within = [p for p in varied if p not in apart]
     by_group: dict[str, dict[str, list[Point]]] = {}
     for point in points:
         group = ", ".join(f"{path} = {point.setting[path]}" for path in apart)
-        text = text_of(point.setting, within) or point.label
+        changed = [p for p in within if baseline is None or point.setting[p] != baseline[p]]
+        text = text_of(point.setting, within, {"recipe", *changed} if changed else within) or point.label
         by_group.setdefault(group, {}).setdefault(text, []).append(point)
     groups = []
     for group, by_text in by_group.items():
@@ -270,12 +279,14 @@ def _groups(points: tuple[Point, ...], baseline: dict[str, str] | None) -> tuple
     return tuple(groups)
 
 
-def text_of(values: Mapping[str, str], paths: list[str]) -> str:
+def text_of(values: Mapping[str, str], paths: list[str], shown: Collection[str] | None = None) -> str:
     """Such as "NAIVE, learning_rate=1e-4": a recipe speaks for itself, other paths by their last word where it is
-    unique.
+    unique among `paths`. Of these, those in `shown`; all by default.
     """
     last = [path.rpartition(".")[2] for path in paths]
     names = [word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)]
     return ", ".join(
-        values[path] if path == "recipe" else f"{name}={values[path]}" for path, name in zip(paths, names, strict=True)
+        values[path] if path == "recipe" else f"{name}={values[path]}"
+        for path, name in zip(paths, names, strict=True)
+        if shown is None or path in shown
     )

@@ -320,6 +320,18 @@ def test_a_missing_or_unfinished_baseline_is_said(tmp_path):
     assert all(rows["A"]["verdict"] == "no pair" for _, rows in tables(tmp_path) if "verdict" in rows.get("A", {}))
 
 
+def test_settings_are_named_by_what_they_change(tmp_path):
+    """Paths of one last word stay apart, and the baseline is named whole."""
+    arms = ({}, {"recipe": "A"}, {"a.x": "1"}, {"b.x": "1"}, {"recipe": "A", "b.x": "1", "y": "2"})
+    plain = {"recipe": "BF16", "a.x": "0", "b.x": "0", "y": "0"}
+    points = [write_point(tmp_path, plain | arm, seed) for arm in arms for seed in (0, 1)]
+    write_sweep(tmp_path, points, plain)
+    names = ["BF16, a.x=0, b.x=0, y=0", "A", "BF16, a.x=1", "BF16, b.x=1", "A, b.x=1, y=2"]
+    assert list(tables(tmp_path)[0][1]) == names
+    text = write_comparison(tmp_path).read_text()
+    assert "Differences to BF16, a.x=0, b.x=0, y=0 are" in text and "| minus BF16 (points) |" in text
+
+
 def test_tasks_have_a_section_each(tmp_path):
     points = []
     for recipe, sums in {"BF16": (0.6, 0.7), "NAIVE": (0.5, 0.7)}.items():
