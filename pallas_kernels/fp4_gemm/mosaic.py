@@ -23,6 +23,7 @@ from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm import decode, layout, reference, tiling
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
+from pallas_kernels.quantize_residual import pallas_triton
 
 
 def matmul(
@@ -43,26 +44,70 @@ def matmul(
     Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
     """
     reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype)
-    rows, compensated = x.shape[0], residual is not None
-    groups = None if group is None else group.shape[0]
-    block = groups and rows // groups
-    c = config or tiling.choose(block or rows, w, compensated, groups)
-    tiling.check(c, w, compensated, block)
-    operands = {"x": layout.arrange(x, c.tokens), "words": w.words, "scales": w.scales}
-    if compensated:
-        width = w.k if c.stacked else -(-residual.shape[1] // (c.columns * TILE)) * c.columns * TILE
+    c = _config(config, x.shape[0], w, residual is not None, group)
+    operands = {"x": layout.arrange(x, c.tokens)}
+    if residual is not None:
+        width = w.k if c.stacked else _residual_width(c, residual.shape[1])
         r = layout.arrange(jnp.pad(residual, ((0, 0), (0, width - residual.shape[1]))), c.tokens)
         if c.stacked:
             tiles = [a.reshape(-1, c.tokens, a.shape[1]) for a in (operands["x"], r)]
             operands["x"] = jnp.concatenate(tiles, axis=1).reshape(-1, r.shape[1])
         else:
             operands["r"] = r
+    token = None if token_scale is None else token_scale[:, 0]
+    return _product(operands, w, c, x.shape[0], token, channel_scale, group, out_dtype, interpret)
+
+
+def quantized_matmul(
+    x: Array,
+    w: Packed,
+    *,
+    residual: int = 0,
+    mask: Array | None = None,
+    channel_scale: Array | None = None,
+    group: Array | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """`matmul` of the NVFP4 activations, a global scale a token, that `quantize_residual` makes of x bf16[M, K] in the
+    kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks.
+
+    Other arguments and errors as `matmul`, residual and mask as `quantize_residual.pallas_triton.quantize`.
+    """
+    reference.check(x, w, None, None, channel_scale, group, out_dtype)
+    c = _config(config, x.shape[0], w, residual > 0, group)
+    width = None if c.stacked or not residual else _residual_width(c, residual)
+    how = {"residual": residual, "mask": mask, "stacked": c.stacked, "width": width, "interpret": interpret}
+    quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
+    operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
+    scale = quantized.scale[: x.shape[0]]
+    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, out_dtype, interpret)
+
+
+def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
+    groups = None if group is None else group.shape[0]
+    block = groups and rows // groups
+    c = config or tiling.choose(block or rows, w, compensated, groups)
+    tiling.check(c, w, compensated, block)
+    return c
+
+
+def _residual_width(c: Config, channels: int) -> int:
+    """Channels of whole stages."""
+    return -(-channels // (c.columns * TILE)) * c.columns * TILE
+
+
+def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype, interpret) -> Array:
+    """Activations in the kernel's order, "x" and perhaps "r", of M = `rows` rows, and f32[M] scales -> [M, N]."""
+    operands = operands | {"words": w.words, "scales": w.scales}
     if group is not None:
-        operands["group"] = jnp.repeat(group, block // c.tokens)
+        operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
     if c.splits > 1:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret), axis=0)[:rows, : w.n]
+        token_scale = None if token_scale is None else token_scale[:, None]
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
-    token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale[:, 0]
+    token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale
     channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
     operands["channel_scale"] = channel if channel.shape[1] == 1 else jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
