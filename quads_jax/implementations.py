@@ -68,8 +68,8 @@ def _on_hopper() -> bool:
     return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
 
 
-def _fp4_mosaic(*args: Any, **kwargs: Any) -> Array:
-    """`fp4_reference.matmul` by the Hopper kernel. Raises RuntimeError on another device."""
+def _fp4_mosaic() -> Any:
+    """The Hopper kernel's module. Raises RuntimeError on another device."""
     if not _on_hopper():
         raise RuntimeError(
             "implementation fp4_mosaic runs on GPUs of compute capability 9, this is "
@@ -77,24 +77,37 @@ def _fp4_mosaic(*args: Any, **kwargs: Any) -> Array:
         )
     from pallas_kernels.fp4_gemm import mosaic  # Pallas' GPU backend, which nothing else needs
 
-    return mosaic.matmul(*args, **kwargs)
+    return mosaic
 
 
 # GEMMs that read NVFP4 weights as they are packed, dense and grouped, without gradients: signature of `fp4_reference`.
 PACKED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "fp4_reference": fp4_reference.matmul,
-    "fp4_mosaic": _fp4_mosaic,
+    "fp4_mosaic": lambda *args, **kwargs: _fp4_mosaic().matmul(*args, **kwargs),
+}
+# Those that also quantize bf16 activations to NVFP4, and their residual: signature of `mosaic.quantized_matmul`.
+QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "fp4_mosaic": lambda *args, **kwargs: _fp4_mosaic().quantized_matmul(*args, **kwargs),
 }
 AUTOMATIC_ON_HOPPER: str | None = None
 
 
 def choose_packed(implementation: str | None) -> Callable[..., Array] | None:
     """The GEMM of packed weights by name; None where weights are decoded first. An unknown name raises."""
+    return PACKED_IMPLEMENTATIONS.get(_packed_name(implementation))
+
+
+def choose_quantizing(implementation: str | None) -> Callable[..., Array] | None:
+    """As `choose_packed`, the GEMM that quantizes its activations; None where they are quantized before it."""
+    return QUANTIZING_IMPLEMENTATIONS.get(_packed_name(implementation))
+
+
+def _packed_name(implementation: str | None) -> str | None:
     if implementation is None and AUTOMATIC_ON_HOPPER is not None and _on_hopper():
-        return PACKED_IMPLEMENTATIONS[AUTOMATIC_ON_HOPPER]
+        return AUTOMATIC_ON_HOPPER
     if implementation not in (None, *IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS):
         raise _unknown(implementation)
-    return PACKED_IMPLEMENTATIONS.get(implementation)
+    return implementation
 
 
 def _unknown(name: str) -> ValueError:
