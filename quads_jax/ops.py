@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax.implementations import (  # noqa: F401
     IMPLEMENTATIONS,
@@ -404,27 +405,20 @@ def _project_packed(p, implementation, block, x, w, order, active):
 @_without_gradient
 def _grouped_packed(p, implementation, block, x, w, sizes, order, active):
     w = _packed_operand(w, p)
-    rows, groups, padded = x.shape[0], sizes, None
-    ids, inside = reference.row_groups(sizes, rows, block or 1)
+    ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
     x = jnp.where(inside[:, None], x, 0)  # as in _grouped_fwd
     how = {"channel_scale": w.scale[..., 0]}
-    quantizing = _quantizing(implementation, p, x.shape[-1])
-    operands = x
-    if quantizing is None:
-        xa = _activation(x, p, order, ids, active, "bfloat16")
-        operands = xa.values, None if xa.residual is None else xa.residual[:, : xa.residual_width], xa.scale
-    if block is None:
-        padded, block = padded_groups(sizes, rows)
-        operands, groups = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
-    group, used = blocked.block_groups(groups, jax.tree.leaves(operands)[0].shape[0], block)
-    how["group"] = jnp.where(used, group, -1)
-    if quantizing is None:
-        values, residual, scale = operands
-        y = choose_packed(implementation)(values, w.packed, residual=residual, token_scale=scale, **how)
+    product = _quantizing(implementation, p, x.shape[-1])
+    if product is not None:
+        x, residual = _raw_activation(x, p, order, ids)
+        by_row = "mask" in residual and residual["mask"].ndim == 2
+        rows = {"mask": residual.pop("mask")} if by_row else {}
+        how |= residual
     else:
-        x, residual = _raw_activation(operands, p, order, jnp.repeat(group, block))
-        y = quantizing(x, w.packed, **residual, **how)
-    return y if padded is None else blocked.unpad(y, padded, sizes, rows)
+        xa, product = _activation(x, p, order, ids, active, "bfloat16"), choose_packed(implementation)
+        residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
+        x, rows = xa.values, {"residual": residual, "token_scale": xa.scale}
+    return sorted_rows.matmul(product, x, w.packed, sizes, rows=rows, block=block, **how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

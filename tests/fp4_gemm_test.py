@@ -256,6 +256,8 @@ def test_a_nan_scale_reaches_its_rows_only():
         ((5, 33, 256, 256, None), Config(8, 1, 3)),  # buffers are used again
         ((5, 200, 512, 128, None), Config(8, 2, 2, 1, 2)),  # the residual ends in the first part of K
         ((24, 128, 128, 128, 3), Config(8, 1, 2)),
+        ((24, 400, 192, 64, 3), Config(8, 1, 2, blocks=5)),  # 12 tiles, buffers go on from one to the next
+        ((29, 200, 256, 256, None), Config(8, 1, 3, 1, 2, True, 3)),
         ((13, 40, 192, 64, None), Config(8, 1, 2, 2, 3, True)),
     ],
 )

@@ -89,6 +89,8 @@ def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
         ]
     if len(found) > 4 and rule.splits > 1:
         found[2:2] = found[-2:]  # where K is split, how often matters most
+    if groups is not None:
+        found[1:1] = [dataclasses.replace(rule, blocks=n) for n in (0, tiling.MULTIPROCESSORS) if n != rule.blocks]
     return [c for c in dict.fromkeys(found) if _fits(c, w, False, rows if groups else None)]
 
 
@@ -130,7 +132,7 @@ def _tunings(rows: list[Row], best: dict[tuple, Row]) -> None:
     }
     for (shape, m, what), row in best.items():
         if what == "W4A16" and row["config"] != "rule" and row["us"] < 0.97 * rule.get((shape, m), 0):
-            tokens, *rest = (part[1:] for part in row["config"].split())
+            tokens, *rest = (part[1:] if part[0] != "b" else f"blocks={part[1:]}" for part in row["config"].split())
             print(f"    ({tokens}, {row['N']}, {row['K']}, False): Config({tokens}, {', '.join(rest)}),  # M={m}")
 
 

@@ -10,7 +10,7 @@ whose sums XLA adds in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,14 +117,15 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype,
 def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
     """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
     m_tiles, row_tiles = operands["x"].shape[0] // stacked_tokens(c), operands["words"].shape[1] // kind.rows_of_words
-    blocks = m_tiles * (row_tiles // c.warpgroups) * c.splits
+    tasks = m_tiles * (row_tiles // c.warpgroups) * c.splits
+    blocks = min(c.blocks or tasks, tasks)
     names = list(operands)
     scratch = kind.scratch(c, "r" in operands) | kind.barriers(c, "r" in operands)
     if interpret:
         scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
 
     def body(*refs, **smem):
-        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem)
+        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem, (tasks, blocks))
         wg = lax.axis_index("wg")
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
@@ -144,37 +145,64 @@ def swizzled(columns: int) -> tuple[Any, Any]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
 
 
+class Task(NamedTuple):
+    """A tile of the output and its part of K: tile m of tokens, group n of row tiles, part `split`, of the weight
+    `matrix`; steps first .. first + count - 1, none for rows without a matrix, of which the leading `compensated` have
+    residual channels (None: there is no residual).
+    """
+
+    m: Any
+    n: Any
+    split: Any
+    matrix: Any
+    first: Any
+    count: Any
+    compensated: Any
+
+
 class FourBit:
-    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others."""
+    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others. Both go through the
+    same tasks and buffers, so that copies for a task start before the last one's sums are stored.
+    """
 
     name = "fp4_gemm"
     rows_of_words = 1  # of the words' second axis in a tile of 64 rows
     exponent = decode.EXPONENT
 
-    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any]):
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int]):
         self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+        self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
-        m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // (TILE * c.warpgroups)
-        index = lax.axis_index("block")
-        self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
-        rest = lax.div(index, m_tiles)
-        self.n = lax.rem(rest, row_groups)
-        self.split = lax.div(rest, row_groups)
-        self.tokens = pl.ds(self.m * c.tokens, c.tokens)
-        self.stacked_tokens = pl.ds(self.m * stacked_tokens(c), stacked_tokens(c))
         self.width = smem["x_smem"].shape[-1]
+
+    def task(self, index: Any) -> Task:
+        c, gmem = self.c, self.gmem
+        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.warpgroups)
+        if "group" in gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
+            n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
+        else:  # blocks with the same weights run together
+            m, n = lax.rem(index, m_tiles), lax.rem(lax.div(index, m_tiles), row_groups)
+        split = lax.div(index, m_tiles * row_groups)
         steps = gmem["x"].shape[1] // self.width
-        self.count = steps // c.splits
-        self.first = self.split * self.count
-        self.matrix = 0
+        count, matrix = steps // c.splits, 0
+        first = split * count
         if "group" in gmem:
-            group = gmem["group"][self.m]
-            self.matrix = jnp.maximum(group, 0)
-            self.count = jnp.where(group < 0, 0, self.count)
-        self.compensated = None  # steps of this part with residual channels, which lead; None: no residual
+            group = gmem["group"][m]
+            matrix = jnp.maximum(group, 0)
+            count = jnp.where(group < 0, 0, count)
+        compensated = None
         if "r" in gmem:
             total = gmem["r"].shape[1] // self.width
-            self.compensated = self.count if total == steps else jnp.clip(total - self.first, 0, self.count)
+            compensated = count if total == steps else jnp.clip(total - first, 0, count)
+        return Task(m, n, split, matrix, first, count, compensated)
+
+    def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
+        """carry = body(task, carry) for each task of this block."""
+        block = lax.axis_index("block")
+        if self.blocks == self.tasks:
+            return body(self.task(block), carry)
+        count = lax.div(self.tasks - block + (self.blocks - 1), self.blocks)
+        return lax.fori_loop(0, count, lambda i, carry: body(self.task(block + i * self.blocks), carry), carry)
 
     @staticmethod
     def scratch(c: Config, compensated: bool) -> dict[str, Any]:
@@ -190,13 +218,14 @@ class FourBit:
         arrivals = {"full": copies, "empty": c.warpgroups} | ({"r_full": 1} if compensated else {})
         return {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
 
-    def copies(self, k: Any) -> dict[str, Any]:
+    def copies(self, task: Task, k: Any) -> dict[str, Any]:
         """Name -> what step k copies of it, of x and the weights."""
-        c, rows = self.c, pl.ds(self.n * self.c.warpgroups, self.c.warpgroups)
+        c, rows = self.c, pl.ds(task.n * self.c.warpgroups, self.c.warpgroups)
+        tokens = pl.ds(task.m * stacked_tokens(c), stacked_tokens(c))
         return {
-            "words": self.gmem["words"].at[self.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
-            "scales": self.gmem["scales"].at[self.matrix, rows, pl.ds(k * c.columns, c.columns)],
-            "x": self.gmem["x"].at[self.stacked_tokens, pl.ds(k * self.width, self.width)],
+            "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
+            "scales": self.gmem["scales"].at[task.matrix, rows, pl.ds(k * c.columns, c.columns)],
+            "x": self.gmem["x"].at[tokens, pl.ds(k * self.width, self.width)],
         }
 
     def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
@@ -220,20 +249,29 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
 
-        def step(i, slot, compensated):
-            k = self.first + i
-            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
-            for name, source in self.copies(k).items():
+        def copy(task, i, slot, done, compensated):
+            k = task.first + i
+            pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            for name, source in self.copies(task, k).items():
                 plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot])
             if compensated:
-                residual = self.gmem["r"].at[self.tokens, pl.ds(k * self.width, self.width)]
+                tokens = pl.ds(task.m * c.tokens, c.tokens)
+                residual = self.gmem["r"].at[tokens, pl.ds(k * self.width, self.width)]
                 plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot])
+
+        def steps(task, carry):
+            def step(i, carry, compensated):
+                slot, done = carry
+                copy(task, i, slot, done, compensated)
+                return self._next(slot), done + 1
+
+            return self._loop(task, step, carry)
 
         def drain(i, _):
             plgpu.barrier_wait(smem["empty"].at[lax.rem(i, c.stages)])
 
-        self._loop(step)
-        lax.fori_loop(jnp.maximum(self.count - c.stages, 0), self.count, drain, None)
+        _, done = self.each_task(steps, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(jnp.maximum(done - c.stages, 0), done, drain, None)
 
     def consume(self) -> None:
         """Multiplies a warpgroup's 64 rows by the tokens and stores the sums."""
@@ -241,56 +279,59 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
-        def scope(acc):
-            def step(_, slot, compensated):
-                plgpu.barrier_wait(smem["full"].at[slot])
-                if compensated:
-                    plgpu.barrier_wait(smem["r_full"].at[slot])
-                self.multiply(acc, slot, compensated)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(smem["empty"].at[slot])
+        def product(task, slot):
+            def scope(acc):
+                def step(_, slot, compensated):
+                    plgpu.barrier_wait(smem["full"].at[slot])
+                    if compensated:
+                        plgpu.barrier_wait(smem["r_full"].at[slot])
+                    self.multiply(acc, slot, compensated)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(smem["empty"].at[slot])
+                    return self._next(slot)
 
-            self._loop(step)
-            return acc[...]
+                after = self._loop(task, step, slot)
+                return acc[...], after
 
-        y = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-        self._store(y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
+            self._store(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            return slot
 
-    def _loop(self, step: Callable[[Any, Any, bool], None]) -> None:
-        """step(i, its buffer, compensated) for every step of this part of K."""
+        self.each_task(product, jnp.int32(0))
 
-        def loop(first, last, slot, compensated):
-            def body(i, slot):
-                step(i, slot, compensated)
-                return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
+    def _next(self, slot: Any) -> Any:
+        return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
 
-            return lax.fori_loop(first, last, body, slot)
+    def _loop(self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+        """carry = step(i, carry, compensated) for every step of a task."""
+        first = 0
+        if task.compensated is not None:
+            first = task.compensated
+            carry = lax.fori_loop(0, first, lambda i, carry: step(i, carry, True), carry)
+        if first is not task.count:
+            carry = lax.fori_loop(first, task.count, lambda i, carry: step(i, carry, False), carry)
+        return carry
 
-        first, slot = 0, jnp.int32(0)
-        if self.compensated is not None:
-            first, slot = self.compensated, loop(0, self.compensated, slot, True)
-        if first is not self.count:
-            loop(first, self.count, slot, False)
-
-    def _store(self, y: Array) -> None:
+    def _store(self, task: Task, y: Array) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless K is split."""
-        rows = pl.ds((self.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        rows = pl.ds((task.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            y = y * (self._spread("token_scale", self.tokens, 1) * self._channel_scale(rows))
+            y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
         if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
-            y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
-        y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
+            y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
+        y, out = y.astype(self.out.dtype), self.out.at[task.split, tokens, rows]
         if self.interpret:
             out[...] = y.T
         else:
             decode.store_transposed(out, y)
 
-    def _channel_scale(self, rows: Any) -> Array:
+    def _channel_scale(self, matrix: Any, rows: Any) -> Array:
         """f32[64, tokens], from one number where the matrix has one."""
         if self.gmem["channel_scale"].shape[1] == 1:
-            return jnp.broadcast_to(self.gmem["channel_scale"][self.matrix, 0], (TILE, self.c.tokens))
-        return self._spread("channel_scale", (self.matrix, rows), 0)
+            return jnp.broadcast_to(self.gmem["channel_scale"][matrix, 0], (TILE, self.c.tokens))
+        return self._spread("channel_scale", (matrix, rows), 0)
 
     def _spread(self, name: str, index: Any, axis: int) -> Array:
         """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
