@@ -32,11 +32,14 @@ def matmul(x: Array, w: Array, c: Config, group: Array | None = None) -> Array:
 
 class _EightBit(FourBit):
     name = "fp8_gemm"
-    rows_of_words = TILE
     exponent = 0
 
     @staticmethod
-    def scratch(c: Config, compensated: bool) -> dict[str, Any]:
+    def rows(words: Any) -> int:
+        return words.shape[1]
+
+    @staticmethod
+    def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
         width = c.columns * TILE
         x = plgpu.SMEM((c.stages, c.tokens, width), _FP8, transforms=swizzled(128))
         words = plgpu.SMEM((c.stages, c.warpgroups * TILE, width), _FP8, transforms=swizzled(128))

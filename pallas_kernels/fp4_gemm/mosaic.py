@@ -116,11 +116,10 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype,
 
 def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
     """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
-    m_tiles, row_tiles = operands["x"].shape[0] // stacked_tokens(c), operands["words"].shape[1] // kind.rows_of_words
-    tasks = m_tiles * (row_tiles // c.warpgroups) * c.splits
+    out, tasks = kind.output(c, operands, out_dtype)
     blocks = min(c.blocks or tasks, tasks)
     names = list(operands)
-    scratch = kind.scratch(c, "r" in operands) | kind.barriers(c, "r" in operands)
+    scratch = kind.scratch(c, operands) | kind.barriers(c, "r" in operands)
     if interpret:
         scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
 
@@ -130,7 +129,6 @@ def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: D
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
 
-    out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, row_tiles * TILE), out_dtype)
     kernel = compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)
     return kernel(*operands.values())
 
@@ -166,8 +164,20 @@ class FourBit:
     """
 
     name = "fp4_gemm"
-    rows_of_words = 1  # of the words' second axis in a tile of 64 rows
     exponent = decode.EXPONENT
+    late = False  # whether a buffer is given back one step late, when the next step's products have started
+
+    @classmethod
+    def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
+        """What the kernel writes, [splits, M', N'], and the number of its tasks."""
+        m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
+        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows), dtype)
+        return out, m_tiles * (rows // TILE // c.warpgroups) * c.splits
+
+    @staticmethod
+    def rows(words: Any) -> int:
+        """N' of a weight."""
+        return words.shape[1] * TILE
 
     def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int]):
         self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
@@ -205,12 +215,12 @@ class FourBit:
         return lax.fori_loop(0, count, lambda i, carry: body(self.task(block + i * self.blocks), carry), carry)
 
     @staticmethod
-    def scratch(c: Config, compensated: bool) -> dict[str, Any]:
+    def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
         """Shared memory by name, but for the barriers."""
         x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
         words = plgpu.SMEM((c.stages, c.warpgroups, 2 * c.columns, 256), jnp.uint32)
         scales = plgpu.SMEM((c.stages, c.warpgroups, c.columns, 128), jnp.uint16)
-        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if compensated else {})
+        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if "r" in operands else {})
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
@@ -281,16 +291,22 @@ class FourBit:
 
         def product(task, slot):
             def scope(acc):
-                def step(_, slot, compensated):
+                def step(i, slot, compensated):
                     plgpu.barrier_wait(smem["full"].at[slot])
                     if compensated:
                         plgpu.barrier_wait(smem["r_full"].at[slot])
                     self.multiply(acc, slot, compensated)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(smem["empty"].at[slot])
+                    plgpu.wgmma_wait(int(self.late))
+                    if self.late:
+                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
+                    else:
+                        plgpu.barrier_arrive(smem["empty"].at[slot])
                     return self._next(slot)
 
                 after = self._loop(task, step, slot)
+                if self.late:
+                    plgpu.wgmma_wait(0)
+                    pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
                 return acc[...], after
 
             y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
@@ -301,6 +317,9 @@ class FourBit:
 
     def _next(self, slot: Any) -> Any:
         return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
+
+    def _before(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.c.stages - 1, slot - 1)
 
     def _loop(self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """carry = step(i, carry, compensated) for every step of a task."""
