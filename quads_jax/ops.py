@@ -440,7 +440,7 @@ def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
     impl = choose(implementation)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
-    dx = impl.dot(gx, jnp.swapaxes(wo.values, 1, 2), sizes, block)
+    dx = impl.dot_transposed(gx, wo.values, sizes, block)
     dw = impl.outer(g.astype(dtype), x_used, sizes, block)
     if p.permuted:
         inverse = jnp.argsort(order, axis=-1)

@@ -1,6 +1,7 @@
 """The grouped GEMM by tokamax's kernels for Hopper, bf16 with float32 sums. Imported only where it is named.
 
-They leave rows outside groups unwritten, which are 0 here, and want a weight's K before its N: `dot` copies it.
+They leave rows outside groups unwritten, which are 0 here, and want a weight's K before its N: `dot` copies it, but not
+where it sums over N.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_gemm.reference import row_groups
 
 _RAGGED = {"lhs_ragged_dimensions": (0,), "rhs_group_dimensions": (0,)}
-_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), **_RAGGED)
+_DOTS = {i: jax.lax.RaggedDotDimensionNumbers((((1,), (i,)), ((), ())), **_RAGGED) for i in (1, 2)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), **(_RAGGED | {"rhs_group_dimensions": ()}))
 
 
@@ -36,10 +37,12 @@ def _product(a: jax.Array, b: jax.Array, group_sizes: jax.Array, how: jax.lax.Ra
     return _tokamax().ragged_dot_general(a, b, sizes, how, **options)
 
 
-def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array, block: int | None = None) -> jax.Array:
-    """As `reference.dot`, in bf16: x [M,K], w [E,N,K], group_sizes i32[E] -> f32[M,N]."""
+def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array, block: int | None = None, *, summed: int = 2) -> jax.Array:
+    """As `reference.dot`, in bf16: x [M,K], w [E,N,K], group_sizes i32[E] -> f32[M,N]. summed: 1 sums over the weight's
+    first axis instead, x [M,N] -> f32[M,K].
+    """
     _, inside = row_groups(group_sizes, x.shape[0], block or 1)
-    return jnp.where(inside[:, None], _product(x, w, group_sizes, _DOT), 0.0)
+    return jnp.where(inside[:, None], _product(x, w, group_sizes, _DOTS[summed]), 0.0)
 
 
 def outer(g: jax.Array, x: jax.Array, group_sizes: jax.Array, block: int | None = None) -> jax.Array:
