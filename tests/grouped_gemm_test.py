@@ -194,6 +194,8 @@ def test_what_the_gpu_kernels_do_not_take():
     for module in (mosaic, tokamax_gpu):
         with pytest.raises(ValueError, match="multiplies bfloat16"):
             module.dot(x.astype(jnp.float32), w, sizes)
+    with pytest.raises(ValueError, match="M=63 rows are not a multiple of 8"):
+        tokamax_gpu.dot(x[:63], w, sizes)
     for name in implementations.GPU_IMPLEMENTATIONS:
         with pytest.raises(RuntimeError, match=f"{name} runs on GPUs of compute capability 9, this is cpu"):
             ops.choose(name)

@@ -32,6 +32,8 @@ def _tokamax() -> ModuleType:
 def _product(a: jax.Array, b: jax.Array, group_sizes: jax.Array, how: jax.lax.RaggedDotDimensionNumbers) -> jax.Array:
     if a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16:
         raise ValueError(f"operands are {a.dtype} and {b.dtype}: implementation tokamax multiplies bfloat16")
+    if a.shape[0] % 8:
+        raise ValueError(f"M={a.shape[0]} rows are not a multiple of 8, as implementation tokamax needs: pad them")
     sizes = group_sizes.astype(jnp.int32)
     options = {"preferred_element_type": jnp.float32, "implementation": "mosaic"}
     return _tokamax().ragged_dot_general(a, b, sizes, how, **options)

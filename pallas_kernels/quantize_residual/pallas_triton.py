@@ -161,7 +161,8 @@ def _kernel(
         return
     keep = block < residual // BLOCK
     if masked:
-        keep &= load(mask_ref, (inside if mask_ref.shape[0] == rows else block[:1] < k // BLOCK)) != 0
+        columns = lax.broadcasted_iota(jnp.int32, mask_ref.shape, 1) < k // BLOCK
+        keep &= load(mask_ref, inside if mask_ref.shape[0] == rows else columns) != 0
     scale = jnp.where(finite, unit.global_scale, 0.0)
     left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)

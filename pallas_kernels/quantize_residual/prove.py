@@ -147,6 +147,7 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         add("Student t(2)", m, k, tokens, k, stacked=True)
     of_rows = np.random.default_rng(0).random((37, 65)) < 0.5
     add("outlier channels", 37, 1040, 16, 1040, mask=np.arange(65) % 3 == 0)
+    add("outlier channels", 2050, 1040, 16, 1040, mask=np.arange(65) % 3 == 0, stacked=True)
     add("outlier channels", 37, 1040, 16, 1040, mask=of_rows, stacked=True)
     add("outlier channels", 37, 1040, 16, 528, mask=of_rows)
     add("normal", 2, 16384, 8, 16384)
