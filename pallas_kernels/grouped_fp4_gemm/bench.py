@@ -64,9 +64,8 @@ def _timings(shape: Shape, rows: int) -> list[Job]:
     for kind in measure.KINDS:
         add(kind, fp4, kind, None)
         rule = tiling.choose(block, w, kind.startswith("RAC"), groups)
-        others = [dataclasses.replace(rule, blocks=0)]
-        if kind == "W4A4":
-            others += [dataclasses.replace(rule, blocks=n) for n in (132, 264)]
+        others = [dataclasses.replace(rule, blocks=n) for n in (0, 132, 264)] if kind == "W4A4" else []
+        if kind == "W4A4" and rows in ROWS[:2]:
             sizes = ((4, 4, 4), (8, 2, 2), (4, 3, 2), (2, 6, 2), (4, 6, 1))
             others += [Config(rule.tokens, *s, rule.splits, False, rule.blocks) for s in sizes]
         for c in dict.fromkeys(others):
