@@ -35,10 +35,7 @@ def quantized(x, w, *, residual, mask, **kwargs):
 
 ARGUMENTS = [
     (40, [8, 0, 17], 33, 48, "W4A16", None),
-    (40, [0, 0, 0], 33, 48, "W4A16", None),
-    (21, [21], 16, 32, "W4A16", None),
     (48, [16, 0, 8], 33, 48, "W4A16", 8),
-    (40, [1, 30, 2], 33, 64, "RAC half", None),
     (40, [1, 30, 2], 33, 64, "RAC blocks", None),
 ]
 
@@ -101,6 +98,6 @@ def test_every_job_has_a_tiling_that_fits(capsys):
 
 
 def test_sampled_routing():
-    sizes = np.asarray(bench.routed(jax.random.key(0), bench.SHAPES[0], 512))
+    sizes = np.asarray(jax.jit(bench.routed, static_argnums=(1, 2))(jax.random.key(0), bench.SHAPES[0], 512))
     assert sizes.sum() == 512 and sizes.max() <= 64  # a token takes an expert once
     assert np.count_nonzero(sizes) < bench.SHAPES[0].experts
