@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.fp4_gemm import layout
 from pallas_kernels.fp4_gemm import reference as fp4_reference
@@ -51,55 +52,98 @@ def arrange(w: BlockTensor, permuted: bool) -> Arranged:
 
 class Grouped(NamedTuple):
     """One implementation of the grouped GEMM. dot(x [M,K], w [E,N,K], sizes, block) -> f32[M,N]; outer(g [M,N],
-    x [M,K], sizes, block) -> f32[E,N,K].
+    x [M,K], sizes, block) -> f32[E,N,K]; dot_transposed(g [M,N], w, sizes, block) -> f32[M,K], sums over N.
     """
 
     dot: Callable[..., Array]
     outer: Callable[..., Array]
+    dot_transposed: Callable[..., Array]
+
+
+def _by_dot(dot: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda g, w, sizes, block=None: dot(g, jnp.swapaxes(w, 1, 2), sizes, block)
 
 
 IMPLEMENTATIONS: dict[str, Grouped] = {
-    "reference": Grouped(reference.dot, reference.outer),
-    "blocked": Grouped(blocked.dot, blocked.outer),
+    "reference": Grouped(reference.dot, reference.outer, _by_dot(reference.dot)),
+    "blocked": Grouped(blocked.dot, blocked.outer, _by_dot(blocked.dot)),
 }
+
+
+def _grouped_mosaic() -> Grouped:
+    _need_hopper("grouped_mosaic", "blocked")
+    from pallas_kernels.grouped_gemm import mosaic
+
+    return Grouped(mosaic.dot, mosaic.outer, functools.partial(mosaic.dot, summed=1))
+
+
+def _tokamax() -> Grouped:
+    _need_hopper("tokamax", "blocked")
+    from pallas_kernels.grouped_gemm import tokamax_gpu
+
+    return Grouped(tokamax_gpu.dot, tokamax_gpu.outer, functools.partial(tokamax_gpu.dot, summed=1))
+
+
+# Those that run on Hopper GPUs only, in bf16, loaded where they are named.
+GPU_IMPLEMENTATIONS: dict[str, Callable[[], Grouped]] = {"grouped_mosaic": _grouped_mosaic, "tokamax": _tokamax}
 
 
 def _on_hopper() -> bool:
     return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
 
 
-def _fp4_mosaic(*args: Any, **kwargs: Any) -> Array:
-    """`fp4_reference.matmul` by the Hopper kernel. Raises RuntimeError on another device."""
+def _need_hopper(implementation: str, other: str) -> None:
     if not _on_hopper():
         raise RuntimeError(
-            "implementation fp4_mosaic runs on GPUs of compute capability 9, this is "
-            f"{jax.devices()[0].device_kind}: choose fp4_reference or None"
+            f"implementation {implementation} runs on GPUs of compute capability 9, this is "
+            f"{jax.devices()[0].device_kind}: choose {other} or None"
         )
+
+
+def _fp4_mosaic() -> Any:
+    """The Hopper kernel's module. Raises RuntimeError on another device."""
+    _need_hopper("fp4_mosaic", "fp4_reference")
     from pallas_kernels.fp4_gemm import mosaic  # Pallas' GPU backend, which nothing else needs
 
-    return mosaic.matmul(*args, **kwargs)
+    return mosaic
 
 
 # GEMMs that read NVFP4 weights as they are packed, dense and grouped, without gradients: signature of `fp4_reference`.
 PACKED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "fp4_reference": fp4_reference.matmul,
-    "fp4_mosaic": _fp4_mosaic,
+    "fp4_mosaic": lambda *args, **kwargs: _fp4_mosaic().matmul(*args, **kwargs),
+}
+# Those that also quantize bf16 activations to NVFP4, and their residual: signature of `mosaic.quantized_matmul`.
+QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "fp4_mosaic": lambda *args, **kwargs: _fp4_mosaic().quantized_matmul(*args, **kwargs),
 }
 AUTOMATIC_ON_HOPPER: str | None = None
 
 
 def choose_packed(implementation: str | None) -> Callable[..., Array] | None:
     """The GEMM of packed weights by name; None where weights are decoded first. An unknown name raises."""
+    return PACKED_IMPLEMENTATIONS.get(_packed_name(implementation))
+
+
+def choose_quantizing(implementation: str | None) -> Callable[..., Array] | None:
+    """As `choose_packed`, the GEMM that quantizes its activations; None where they are quantized before it."""
+    return QUANTIZING_IMPLEMENTATIONS.get(_packed_name(implementation))
+
+
+def _packed_name(implementation: str | None) -> str | None:
     if implementation is None and AUTOMATIC_ON_HOPPER is not None and _on_hopper():
-        return PACKED_IMPLEMENTATIONS[AUTOMATIC_ON_HOPPER]
-    if implementation not in (None, *IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS):
+        return AUTOMATIC_ON_HOPPER
+    if implementation not in (None, *_names()):
         raise _unknown(implementation)
-    return PACKED_IMPLEMENTATIONS.get(implementation)
+    return implementation
+
+
+def _names() -> tuple[str, ...]:
+    return (*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS, *GPU_IMPLEMENTATIONS)
 
 
 def _unknown(name: str) -> ValueError:
-    names = ", ".join((*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS))
-    return ValueError(f"unknown grouped GEMM {name!r}; implementations are {names}")
+    return ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(_names())}")
 
 
 @functools.cache
@@ -109,6 +153,8 @@ def choose(implementation: str | None) -> Grouped:
     """
     implementation = None if implementation in PACKED_IMPLEMENTATIONS else implementation
     name = "blocked" if implementation is None else implementation
+    if name in GPU_IMPLEMENTATIONS:
+        return GPU_IMPLEMENTATIONS[name]()
     if name not in IMPLEMENTATIONS:
         raise _unknown(name)
     if implementation is None:

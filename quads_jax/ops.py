@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax.implementations import (  # noqa: F401
     IMPLEMENTATIONS,
@@ -28,11 +29,12 @@ from quads_jax.implementations import (  # noqa: F401
     can_read_packed,
     choose,
     choose_packed,
+    choose_quantizing,
 )
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
-from quads_jax.quant.formats import BlockFormat
+from quads_jax.quant.formats import NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
@@ -357,44 +359,66 @@ def _without_gradient(fn: Callable[..., Array]) -> Callable[..., Array]:
     return wrapped
 
 
+def _quantizing(implementation: str | None, p: LayerPrecision, width: int) -> Callable[..., Array] | None:
+    """The GEMM that quantizes activations of K = `width` as `p` says, if the implementation has one: where the choice
+    of compensated channels does not read their residuals.
+    """
+    spec = p.residual
+    everything = spec is None or rac.num_channels(spec.ratio, width) in (0, width)
+    if p.activation != NVFP4 or not (everything or spec.policy in ("static", "block", "adaptive")):
+        return None
+    return choose_quantizing(implementation)
+
+
+def _raw_activation(x: Array, p: LayerPrecision, order: Array | None, ids: Array | None) -> tuple[Array, dict]:
+    """x [M, K] -> (bf16[M, K] to be quantized, arguments of a quantizing GEMM)."""
+    x = round_bf16(_permute(x, _need(order), ids) if p.permuted else x).astype(jnp.bfloat16)
+    width, spec = x.shape[-1], p.residual
+    channels = 0 if spec is None else rac.num_channels(spec.ratio, width)
+    if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
+        return x, {"residual": channels}
+    mask = _select(x, policy=spec.policy, channels=channels, order=order, ids=ids, active=None)
+    return x, {"residual": width, "mask": mask[..., ::16]}
+
+
 @_without_gradient
 def _project_packed(p, implementation, block, x, w, order, active):
-    w = _packed_operand(w, p)
-    xa = _activation(x, p, order, None, active, "bfloat16")
+    w, lead = _packed_operand(w, p), x.shape[:-1]
+    packed, channel_scale = jax.tree.map(lambda a: a[None], w.packed), w.scale[..., 0].reshape(1, -1)
+    quantizing = _quantizing(implementation, p, x.shape[-1])
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+    if quantizing is not None:
+        x, how = _raw_activation(flat(x), p, order, None)
+        y = quantizing(x, packed, channel_scale=channel_scale, **how)
+        return y.reshape(*lead, y.shape[-1])
+    xa = _activation(x, p, order, None, active, "bfloat16")
     y = choose_packed(implementation)(
         flat(xa.values),
-        jax.tree.map(lambda a: a[None], w.packed),
+        packed,
         residual=None if xa.residual is None else flat(xa.residual[..., : xa.residual_width]),
         token_scale=None if xa.scale is None else flat(xa.scale),
-        channel_scale=w.scale[..., 0].reshape(1, -1),
+        channel_scale=channel_scale,
     )
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return y.reshape(*lead, y.shape[-1])
 
 
 @_without_gradient
 def _grouped_packed(p, implementation, block, x, w, sizes, order, active):
     w = _packed_operand(w, p)
-    rows = x.shape[0]
-    ids, inside = reference.row_groups(sizes, rows, block or 1)
+    ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
     x = jnp.where(inside[:, None], x, 0)  # as in _grouped_fwd
-    xa = _activation(x, p, order, ids, active, "bfloat16")
-    residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
-    operands, padded = (xa.values, residual, xa.scale), None
-    if block is None:
-        padded, block = padded_groups(sizes, rows)
-        operands = jax.tree.map(lambda a: blocked.pad(a, padded), operands)
-    values, residual, scale = operands
-    group, used = blocked.block_groups(sizes if padded is None else padded.sizes, values.shape[0], block)
-    y = choose_packed(implementation)(
-        values,
-        w.packed,
-        residual=residual,
-        token_scale=scale,
-        channel_scale=w.scale[..., 0],
-        group=jnp.where(used, group, -1),
-    )
-    return y if padded is None else blocked.unpad(y, padded, sizes, rows)
+    how = {"channel_scale": w.scale[..., 0]}
+    product = _quantizing(implementation, p, x.shape[-1])
+    if product is not None:
+        x, residual = _raw_activation(x, p, order, ids)
+        by_row = "mask" in residual and residual["mask"].ndim == 2
+        rows = {"mask": residual.pop("mask")} if by_row else {}
+        how |= residual
+    else:
+        xa, product = _activation(x, p, order, ids, active, "bfloat16"), choose_packed(implementation)
+        residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
+        x, rows = xa.values, {"residual": residual, "token_scale": xa.scale}
+    return sorted_rows.matmul(product, x, w.packed, sizes, rows=rows, block=block, **how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -416,7 +440,7 @@ def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
     impl = choose(implementation)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
-    dx = impl.dot(gx, jnp.swapaxes(wo.values, 1, 2), sizes, block)
+    dx = impl.dot_transposed(gx, wo.values, sizes, block)
     dw = impl.outer(g.astype(dtype), x_used, sizes, block)
     if p.permuted:
         inverse = jnp.argsort(order, axis=-1)

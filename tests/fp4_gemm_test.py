@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import compat
+from pallas_kernels import compat, jobs, timing
 from pallas_kernels.fp4_gemm import bench, decode, layout, measure, mosaic, prove, reference, shapes, tiling
 from pallas_kernels.fp4_gemm.tiling import Config
 from quads_jax.quant import residual as rac
@@ -256,6 +256,8 @@ def test_a_nan_scale_reaches_its_rows_only():
         ((5, 33, 256, 256, None), Config(8, 1, 3)),  # buffers are used again
         ((5, 200, 512, 128, None), Config(8, 2, 2, 1, 2)),  # the residual ends in the first part of K
         ((24, 128, 128, 128, 3), Config(8, 1, 2)),
+        ((24, 400, 192, 64, 3), Config(8, 1, 2, blocks=5)),  # 12 tiles, buffers go on from one to the next
+        ((29, 200, 256, 256, None), Config(8, 1, 3, 1, 2, True, 3)),
         ((13, 40, 192, 64, None), Config(8, 1, 2, 2, 3, True)),
     ],
 )
@@ -366,7 +368,7 @@ def test_kernel_on_a_gpu(name):
 
 
 def test_every_job_has_a_tiling_that_fits():
-    todo = bench.jobs(True, True, "")
+    todo = bench.all_jobs(True, True)
     timed = [job for about, job in todo if "what" in about and "XLA" not in about["what"]]
     assert len(todo) == len({json.dumps(about) for about, _ in todo})
     for job in timed:
@@ -384,7 +386,7 @@ def test_every_job_has_a_tiling_that_fits():
 
 def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
     """A product on the CPU has a positive slope; a report from rows names failures, ratios and tilings to keep."""
-    monkeypatch.setattr(measure, "_RUN_SECONDS", 0.002)
+    monkeypatch.setattr(timing, "_RUN_SECONDS", 0.002)
     row = measure.xla(shapes.Shape("tiny", 64, 64), 8, "bfloat16")
     assert row["us"] > 0 and row["sets"] == 16
     assert row["bound_us"] == pytest.approx(1e6 * (64 * 64 * 2 + 2 * 8 * 128) / 4.46e12, abs=0.01)
@@ -402,7 +404,7 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
         about | {"what": "W4A4", "ok": False, "error": "E"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bench.report(tmp_path)
+    jobs.show(tmp_path, bench.report)
     printed = capsys.readouterr().out
     assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
     assert "(16, 32768, 8192, False): Config(16, 8, 2, 2, 1),  # M=16" in printed
@@ -410,7 +412,7 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failing_job_is_a_row(capsys):
-    bench.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
+    jobs.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
     assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}

@@ -1,14 +1,16 @@
 """The contract of the grouped GEMM: every entry of ops.IMPLEMENTATIONS against a loop over rows in numpy."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_gemm import blocked, reference
-from quads_jax import ops
+from pallas_kernels import compat
+from pallas_kernels.grouped_gemm import bench, blocked, mosaic, prove, reference, tokamax_gpu
+from quads_jax import implementations, ops
 
 N, K = 24, 32
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # no bits are compared
@@ -88,16 +90,20 @@ class TestContract:
         assert np.isnan(y[8:28]).all() and np.isfinite(y[:8]).all() and np.isfinite(y[28:]).all()
 
 
+def grouped(dot, outer):
+    return ops.Grouped(dot, outer, implementations._by_dot(dot))
+
+
 MUTATIONS = {
-    "neighbour's weights": ops.Grouped(lambda x, w, s: reference.dot(x, w[::-1], s), reference.outer),
-    "neighbour's gradient": ops.Grouped(reference.dot, lambda g, x, s: reference.outer(g, x, s)[::-1]),
-    "rows outside groups": ops.Grouped(
+    "neighbour's weights": grouped(lambda x, w, s: reference.dot(x, w[::-1], s), reference.outer),
+    "neighbour's gradient": grouped(reference.dot, lambda g, x, s: reference.outer(g, x, s)[::-1]),
+    "rows outside groups": grouped(
         lambda x, w, s: reference.dot(x, w, s.at[-1].add(x.shape[0] - s.sum())), reference.outer
     ),
-    "bfloat16 sums": ops.Grouped(
+    "bfloat16 sums": grouped(
         lambda x, w, s: reference.dot(x, w, s).astype(jnp.bfloat16).astype(jnp.float32), reference.outer
     ),
-    "gradient of poisoned rows": ops.Grouped(
+    "gradient of poisoned rows": grouped(
         reference.dot, lambda g, x, s: reference.outer(g, x, s.at[-1].add(x.shape[0] - s.sum()))
     ),
 }
@@ -140,3 +146,67 @@ def test_choosing_an_implementation():
     assert ops.choose(None) in ops.IMPLEMENTATIONS.values()
     with pytest.raises(ValueError, match=r"unknown grouped GEMM 'triton'; implementations are reference, blocked"):
         ops.choose("triton")
+
+
+# The kernels for Hopper ----------------------------------------------------------------------------------------------
+
+
+def of(functions):
+    """`dot` with `summed`, and `outer`, as the kernels have them."""
+
+    def dot(x, w, sizes, block=None, *, summed=2):
+        return functions.dot(x, w if summed == 2 else jnp.swapaxes(w, 1, 2), sizes, block)
+
+    return SimpleNamespace(dot=dot, outer=functions.outer)
+
+
+def test_the_proofs_know_right_from_wrong():
+    assert prove.exact(of(reference), 40, [8, 0, 17], 24, 32) == {"ok": True}
+    wrong = of(SimpleNamespace(dot=reference.dot, outer=lambda *args, block: reference.outer(*args)[::-1]))
+    row = prove.exact(wrong, 40, [8, 0, 17], 24, 32)
+    assert row["of"] == "dw" and not row["ok"]
+
+
+@pytest.mark.skipif(not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels")
+def test_hopper_kernel_by_interpreter():
+    kernel = SimpleNamespace(
+        **{name: functools.partial(getattr(mosaic, name), interpret=True) for name in ("dot", "outer")}
+    )
+    with compat.interpreted():
+        assert prove.exact(kernel, 192, [64, 0, 64], 128, 64, 64) == {"ok": True}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", [name for name, _ in prove.cases()])
+def test_hopper_kernel_on_a_gpu(name):
+    if name.startswith("tokamax"):
+        pytest.importorskip("tokamax")
+    row = dict(prove.cases())[name]()
+    assert row["ok"], row
+
+
+def test_what_the_gpu_kernels_do_not_take():
+    x, w, sizes = jnp.zeros((64, 96), jnp.bfloat16), jnp.zeros((2, 64, 96), jnp.bfloat16), jnp.array([64, 0])
+    with pytest.raises(ValueError, match="N=64 and K=96 are not multiples of 64: choose implementation blocked"):
+        mosaic.dot(x, w, sizes)
+    with pytest.raises(ValueError, match="block=32 is no power of two from 64"):
+        mosaic.outer(x[:, :64], x[:, :64], sizes, 32)
+    for module in (mosaic, tokamax_gpu):
+        with pytest.raises(ValueError, match="multiplies bfloat16"):
+            module.dot(x.astype(jnp.float32), w, sizes)
+    with pytest.raises(ValueError, match="M=63 rows are not a multiple of 8"):
+        tokamax_gpu.dot(x[:63], w, sizes)
+    for name in implementations.GPU_IMPLEMENTATIONS:
+        with pytest.raises(RuntimeError, match=f"{name} runs on GPUs of compute capability 9, this is cpu"):
+            ops.choose(name)
+
+
+def test_measurements_are_listed_and_reported(capsys):
+    todo = [about for about, _ in bench.all_jobs(True, True)]
+    assert {about["what"] for about in todo if "what" in about} >= {"mosaic", "blocked", bench.DENSE}
+    rows = [
+        about | {"us": 2.0 if about["what"] == "mosaic" else 1.0, "TFLOP/s": 1.0} for about in todo if "what" in about
+    ]
+    bench.report(None, rows)
+    printed = capsys.readouterr().out
+    assert "OLMoE layer, 16384 tokens, mosaic: 12 us, 50% of cuBLAS's rate" in printed

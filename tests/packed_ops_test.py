@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.fp4_gemm import reference as fp4_reference
 from quads_jax import implementations, ops
 from quads_jax.models.decoder import Decoder
 from quads_jax.pack import pack
 from quads_jax.precision import LayerPrecision, recipe
 from quads_jax.quant.formats import FP8, NVFP4
+from quads_jax.quant.residual import compensate
 from quads_jax.quant.tensor import quantize
 from tests import tiny
 from tests.ops_test import SIZES, W4A4, W4A16, K, M, N, as_read, normal, random_orders, relative, with_residual
@@ -77,6 +79,43 @@ def test_mutation_another_experts_weight(monkeypatch):
     monkeypatch.setitem(implementations.PACKED_IMPLEMENTATIONS, NAME, swapped)
     want, packed, _ = both(W4A4, None, SIZES)(normal(M, K), normal(3, N, K, seed=1))
     assert relative(packed, np.float64(want)) > 0.1
+
+
+def quantizing(x, w, *, residual=0, mask=None, **kwargs):
+    """What QUANTIZING_IMPLEMENTATIONS promise, from its definition."""
+    assert x.dtype == jnp.bfloat16
+    keep = jnp.arange(x.shape[1]) < residual
+    keep = keep if mask is None else keep & jnp.repeat(mask, 16, axis=-1)
+    values, left, scale = compensate(x, NVFP4, keep)
+    values, left = values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None
+    return fp4_reference.matmul(values, w, residual=left, token_scale=scale, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "block"), [("RAC static", "dense"), ("RAC block", None)])
+def test_an_implementation_that_quantizes_gives_the_same(name, block, monkeypatch):
+    p, calls = PRECISIONS[name], []
+    monkeypatch.setitem(
+        implementations.QUANTIZING_IMPLEMENTATIONS, NAME, lambda *a, **k: (calls.append(k), quantizing(*a, **k))[1]
+    )
+    policy = p.residual.policy if p.residual else ""
+    order = as_read(random_orders(3, policy), policy, K // 2) if p.needs_order else None
+    x, w = normal(M, K), normal(3, N, K, seed=1) * np.float32([[[1]], [[1e-3]], [[30]]])
+    if block == "dense":
+        want, packed, _ = both(p, None if order is None else order[1])(x, w[1])
+    else:
+        sizes = SIZES if block is None else np.int32([8, 0, 8])
+        x[sizes.sum() :] = np.nan
+        want, packed, _ = both(p, order, sizes, block)(x, w)
+        assert not np.asarray(packed)[sizes.sum() :].any()
+    assert len(calls) == 2 and calls[0]["residual"] == (0 if policy == "" else K // 2 if policy == "static" else K)
+    assert relative(packed, np.float64(want)) < 1e-6
+
+
+def test_other_activations_are_quantized_before_the_product(monkeypatch):
+    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, NAME, "a kernel")
+    quantizing = lambda name: ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
+    assert [quantizing(name) for name in ("W4A16", "RAC online", "RAC token")] == [None, None, None]
+    assert [quantizing(name) for name in ("W4A4", "RAC 100 %")] == ["a kernel", "a kernel"]
 
 
 def test_a_model_reads_its_weights_packed():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantize import pallas_triton
+from pallas_kernels.quantize import arithmetic, pallas_triton
 from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.tensor import quantize
 from tests.gpu_arithmetic_test import differing, distributions
@@ -114,17 +114,18 @@ def keeps_minus_zero(x, *args, original=pallas_triton._encode):
 
 
 MUTATIONS = {
-    "_TINY": 1e-3,
-    "_divide": lambda a, b, interpret: a * (1 / b),
-    "_e4m3": lambda x, original=pallas_triton._e4m3: original(x * (1 + 2**-12)),
-    "_encode": keeps_minus_zero,
+    "TINY": (arithmetic, 1e-3),
+    "divide": (arithmetic, lambda a, b, interpret: a * (1 / b)),
+    "e4m3": (arithmetic, lambda x, original=arithmetic.e4m3: original(x * (1 + 2**-12))),
+    "_encode": (pallas_triton, keeps_minus_zero),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_check_sees_a_mutation(name, monkeypatch):
     x = np.concatenate([distributions()["normal"], distributions()["E2M1 ties"]])
-    monkeypatch.setattr(pallas_triton, name, MUTATIONS[name])
+    module, mutation = MUTATIONS[name]
+    monkeypatch.setattr(module, name, mutation)
     with pytest.raises(AssertionError, match="differ"):
         check(x, "float32", kernel=jitted())
 

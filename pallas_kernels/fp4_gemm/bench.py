@@ -3,23 +3,14 @@
     python -m pallas_kernels.fp4_gemm.bench --prove --bench --seconds 480 --out FOLDER
     python -m pallas_kernels.fp4_gemm.bench --report FOLDER
 
-Every result is a line of FOLDER/rows.jsonl and of the output as soon as it exists; a table and a picture follow. Jobs
-run in a child process, which is started again after a job that crashed or hung: a failure costs one job.
+Lines of results as `pallas_kernels.jobs` says; a table and a picture follow.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,21 +18,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels import jobs
 from pallas_kernels.fp4_gemm import layout, measure, prove, tiling
 from pallas_kernels.fp4_gemm.shapes import SHAPES, Shape
 from pallas_kernels.fp4_gemm.tiling import Config
+from pallas_kernels.jobs import Job, Row
 
-JOB_SECONDS = 75  # a job that takes longer hangs
 PEERS = ("BF16 XLA", "FP8 XLA", "FP8 our kernel")
-
-Row = dict[str, Any]
-Job = tuple[Row, Callable[[], Row]]
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
 
 
-def jobs(prove_too: bool, bench_too: bool, only: str) -> list[Job]:
+def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
     """What to do, the telling things first: proof, the large shape's tilings, then every shape beside its peers."""
     found: list[Job] = []
     if prove_too:
@@ -53,7 +42,7 @@ def jobs(prove_too: bool, bench_too: bool, only: str) -> list[Job]:
         plan += [(shape, m, 2) for m in (64, 1) for shape in layers] + [(shape, 256, 2) for shape in layers]
         plan += [(shape, 8, 1) for shape in SHAPES]
         found += [job for shape, m, tilings in plan for job in _timings(shape, m, tilings)]
-    return [job for job in found if only in json.dumps(job[0])]
+    return found
 
 
 def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
@@ -100,6 +89,8 @@ def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
         ]
     if len(found) > 4 and rule.splits > 1:
         found[2:2] = found[-2:]  # where K is split, how often matters most
+    if groups is not None:
+        found[1:1] = [dataclasses.replace(rule, blocks=n) for n in (0, tiling.MULTIPROCESSORS) if n != rule.blocks]
     return [c for c in dict.fromkeys(found) if _fits(c, w, False, rows if groups else None)]
 
 
@@ -111,91 +102,11 @@ def _fits(c: Config, w: layout.Packed, compensated: bool, block: int | None) -> 
     return True
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
-
-
-def run_jobs(todo: list[Job], start: int) -> None:
-    """In the child: a line before and after each job. Ends the process if one hangs or the device is lost."""
-    for i in range(start, len(todo)):
-        about, job = todo[i]
-        say({"started": i})
-        watchdog = threading.Timer(JOB_SECONDS, _hung, (i, about))
-        watchdog.daemon = True
-        watchdog.start()
-        begin = time.perf_counter()
-        try:
-            row = job()
-        except Exception as error:  # whatever it is becomes a row, and the next job runs
-            trace = traceback.format_exc().strip().splitlines()[-8:]
-            row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800], "trace": trace}
-        watchdog.cancel()
-        say({"job": i} | about | row | {"job_seconds": round(time.perf_counter() - begin, 1)})
-        if any(text in row.get("error", "") for text in ("CUDA_ERROR", "illegal", "launch failure", "misaligned")):
-            os._exit(4)  # the device's context is lost
-
-
-def say(row: Row) -> None:
-    print(json.dumps(row), flush=True)
-
-
-def _hung(i: int, about: Row) -> None:
-    say({"job": i} | about | {"ok": False, "error": f"no end after {JOB_SECONDS} s: a deadlock, or a slow compilation"})
-    os._exit(3)
-
-
-def drive(args: argparse.Namespace, todo: list[Job]) -> None:
-    """In the parent: children until all jobs are done or the time is up."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    end, start = time.monotonic() + args.seconds, 0
-    command = [
-        sys.executable,
-        "-m",
-        __spec__.name,
-        f"--only={args.only}",
-        "--prove" * args.prove,
-        "--bench" * args.bench,
-    ]
-    with (args.out / "rows.jsonl").open("w") as file:
-        while start < len(todo) and time.monotonic() < end:
-            child = subprocess.Popen([*filter(None, command), f"--child={start}"], stdout=subprocess.PIPE, text=True)
-            stopper = threading.Timer(max(end - time.monotonic(), 0), child.kill)
-            stopper.start()
-            running = start
-            for line in child.stdout:
-                print(line, end="", flush=True)
-                row = json.loads(line) if line.startswith("{") else {}
-                running = row.get("started", running)
-                if "job" in row:
-                    start = row["job"] + 1
-                    file.write(line)
-                    file.flush()
-            code = child.wait()
-            stopper.cancel()
-            if start <= running and time.monotonic() < end:  # it died without a word
-                row = (
-                    {"job": running} | todo[running][0] | {"ok": False, "error": f"the process ended with code {code}"}
-                )
-                say(row)
-                file.write(json.dumps(row) + "\n")
-                start = running + 1
-    if start < len(todo):
-        print(f"time is up after {start} of {len(todo)} jobs: --only=TEXT picks some, --seconds gives more time")
-
-
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def report(folder: Path) -> None:
-    """A table of FOLDER/rows.jsonl, tilings worth keeping, and FOLDER/roofline.png."""
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    proofs = [row for row in rows if "prove" in row]
-    failed = [row["prove"] for row in proofs if not row.get("ok")]
-    if proofs:
-        print(
-            f"\nproven: {len(proofs) - len(failed)} of {len(proofs)} cases",
-            *(f"  FAILED {name}" for name in failed),
-            sep="\n",
-        )
+def report(folder: Path, rows: list[Row]) -> None:
+    """A table of the rows, tilings worth keeping, and FOLDER/roofline.png."""
     best: dict[tuple, Row] = {}
     for row in (row for row in rows if "us" in row):
         key = row["shape"], row["M"], row["what"]
@@ -221,7 +132,7 @@ def _tunings(rows: list[Row], best: dict[tuple, Row]) -> None:
     }
     for (shape, m, what), row in best.items():
         if what == "W4A16" and row["config"] != "rule" and row["us"] < 0.97 * rule.get((shape, m), 0):
-            tokens, *rest = (part[1:] for part in row["config"].split())
+            tokens, *rest = (part[1:] if part[0] != "b" else f"blocks={part[1:]}" for part in row["config"].split())
             print(f"    ({tokens}, {row['N']}, {row['K']}, False): Config({tokens}, {', '.join(rest)}),  # M={m}")
 
 
@@ -256,30 +167,5 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prove", action="store_true", help="check exact results")
-    parser.add_argument("--bench", action="store_true", help="measure")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and draw a folder's rows again")
-    parser.add_argument("--seconds", type=float, default=480, help="time limit")
-    parser.add_argument("--out", type=Path, default=Path("fp4_gemm_bench"), metavar="FOLDER", help="of rows.jsonl")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only jobs whose description holds this text")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.report:
-        return report(args.report)
-    if args.child is None:
-        jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
-    todo = jobs(args.prove, args.bench, args.only)
-    if not todo:
-        parser.error(f"nothing to do: choose --prove, --bench or --report (--only={args.only!r} may leave no job)")
-    if args.child is not None:
-        device = jax.devices()[0]
-        print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
-        return run_jobs(todo, args.child)
-    drive(args, todo)
-    return report(args.out)
-
-
 if __name__ == "__main__":
-    main()
+    jobs.main(__spec__.name, __doc__, all_jobs, report)

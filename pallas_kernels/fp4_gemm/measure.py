@@ -1,69 +1,22 @@
-"""How long the kernel and its peers take at a shape: each function returns a row of numbers.
-
-A time is a slope: a program that goes MANY times over its operand sets minus one that goes FEW times, in one loop on
-the device, so that dispatch cancels. The sets together exceed the L2 cache.
-"""
+"""How long the kernel and its peers take at a shape: each function returns a row of numbers."""
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.fp4_gemm import fp8_peer, layout, mosaic
 from pallas_kernels.fp4_gemm.layout import Packed
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.fp4_gemm.tiling import Config
+from pallas_kernels.timing import READ_BYTES, keys, microseconds
 
-READ_BYTES = 4.46e12  # a second, a reduction on an H200
 FLOPS = {"bf16": 710e12, "fp8": 1514e12}  # a second, XLA's matmul at 8192^3 there
-_L2_BYTES = 60e6
-_FEW = 2
-_REPEATS = 7
-_RUN_SECONDS = 0.02  # of the longer program
 KINDS = ("W4A16", "W4A4", "RAC half", "RAC dense")
-
-
-def looped(fn: Callable, sets: list[Any], rounds: int) -> Callable[[], float]:
-    """A function that returns the seconds of one run of fn on every operand set, `rounds` times, in one program."""
-    once = jax.jit(fn)
-
-    def program(sets, results):
-        def body(_, carry):
-            sets, _ = lax.optimization_barrier(carry)  # keeps the work in the loop
-            return sets, [once(*s) for s in sets]
-
-        return lax.fori_loop(0, rounds, body, (sets, results))[1]
-
-    results = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *s)) for s in sets]
-    compiled = jax.jit(program, donate_argnums=1).lower(sets, results).compile()
-
-    def timed() -> float:
-        nonlocal results
-        start = time.perf_counter()
-        results = jax.block_until_ready(compiled(sets, results))
-        return time.perf_counter() - start
-
-    timed()
-    return timed
-
-
-def microseconds(fn: Callable, sets: list[Any]) -> dict[str, float]:
-    """Median, 10th and 90th percentile of the time of one call."""
-    few = looped(fn, sets, _FEW)
-    guess = max(min(few() for _ in range(3)) / (_FEW * len(sets)), 1e-6)
-    more = int(np.clip(_RUN_SECONDS / (guess * len(sets)), 8, 400))
-    many = looped(fn, sets, _FEW + more)
-    pairs = [(few(), many()) for _ in range(_REPEATS)]
-    slopes = [1e6 * (b - a) / (more * len(sets)) for a, b in pairs]
-    low, median, high = np.percentile(slopes, (10, 50, 90))
-    return {"us": round(float(median), 2), "p10": round(float(low), 2), "p90": round(float(high), 2), "sets": len(sets)}
 
 
 def bound(shape: Shape, m: int, weight_bytes: float, unit: str, times: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +31,6 @@ def bound(shape: Shape, m: int, weight_bytes: float, unit: str, times: dict[str,
         "bound_us": round(least * 1e6, 2),
         "of_bound": round(least / seconds, 3),
     }
-
-
-def _keys(size: float) -> list[Array]:
-    """One key an operand set of `size` bytes."""
-    return [jax.random.key(i) for i in range(int(np.clip(np.ceil(2.5 * _L2_BYTES / size), 2, 16)))]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -107,7 +55,7 @@ def _fp4_sets(shape: Shape, rows: int, kind: str) -> list[Any]:
         return [(a, jnp.full((rows, a.shape[1] // 8), 0x38, jnp.uint8)) for a in codes]
 
     scales = jnp.ones((rows, 1)), jnp.ones((shape.experts, 1))
-    return [(activations(key), packed(key, shape), *scales) for key in _keys(shape.weights * 9 / 16)]
+    return [(activations(key), packed(key, shape), *scales) for key in keys(shape.weights * 9 / 16)]
 
 
 def _fp4(x: Any, w: Packed, token_scale: Array, channel_scale: Array, *, config: Config | None) -> Array:
@@ -148,7 +96,7 @@ def xla(shape: Shape, m: int, dtype: str) -> dict[str, Any]:
         axes = ((x.ndim - 1,), (w.ndim - 1,)), (tuple(range(len(batch))),) * 2
         return lax.dot_general(x, w, axes, preferred_element_type=jnp.bfloat16)
 
-    sets = [operands(key) for key in _keys(shape.weights * size)]
+    sets = [operands(key) for key in keys(shape.weights * size)]
     return bound(shape, m, size, "fp8" if size == 1 else "bf16", microseconds(product, sets))
 
 
@@ -161,5 +109,5 @@ def fp8_kernel(shape: Shape, m: int, config: Config) -> dict[str, Any]:
         bits = [jax.random.bits(key, dims, jnp.uint8) & 0xB7 for dims in ((rows, shape.k), (shape.n, shape.k))]
         return [lax.bitcast_convert_type(a, jnp.float8_e4m3fn) for a in bits]
 
-    sets = [operands(key) for key in _keys(shape.weights)]
+    sets = [operands(key) for key in keys(shape.weights)]
     return bound(shape, m, 1, "fp8", microseconds(functools.partial(fp8_peer.matmul, c=config), sets))

@@ -10,7 +10,7 @@ whose sums XLA adds in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm import decode, layout, reference, tiling
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
+from pallas_kernels.quantize_residual import pallas_triton
 
 
 def matmul(
@@ -43,26 +44,70 @@ def matmul(
     Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
     """
     reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype)
-    rows, compensated = x.shape[0], residual is not None
-    groups = None if group is None else group.shape[0]
-    block = groups and rows // groups
-    c = config or tiling.choose(block or rows, w, compensated, groups)
-    tiling.check(c, w, compensated, block)
-    operands = {"x": layout.arrange(x, c.tokens), "words": w.words, "scales": w.scales}
-    if compensated:
-        width = w.k if c.stacked else -(-residual.shape[1] // (c.columns * TILE)) * c.columns * TILE
+    c = _config(config, x.shape[0], w, residual is not None, group)
+    operands = {"x": layout.arrange(x, c.tokens)}
+    if residual is not None:
+        width = w.k if c.stacked else _residual_width(c, residual.shape[1])
         r = layout.arrange(jnp.pad(residual, ((0, 0), (0, width - residual.shape[1]))), c.tokens)
         if c.stacked:
             tiles = [a.reshape(-1, c.tokens, a.shape[1]) for a in (operands["x"], r)]
             operands["x"] = jnp.concatenate(tiles, axis=1).reshape(-1, r.shape[1])
         else:
             operands["r"] = r
+    token = None if token_scale is None else token_scale[:, 0]
+    return _product(operands, w, c, x.shape[0], token, channel_scale, group, out_dtype, interpret)
+
+
+def quantized_matmul(
+    x: Array,
+    w: Packed,
+    *,
+    residual: int = 0,
+    mask: Array | None = None,
+    channel_scale: Array | None = None,
+    group: Array | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """`matmul` of the NVFP4 activations, a global scale a token, that `quantize_residual` makes of x bf16[M, K] in the
+    kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks.
+
+    Other arguments and errors as `matmul`, residual and mask as `quantize_residual.pallas_triton.quantize`.
+    """
+    reference.check(x, w, None, None, channel_scale, group, out_dtype)
+    c = _config(config, x.shape[0], w, residual > 0, group)
+    width = None if c.stacked or not residual else _residual_width(c, residual)
+    how = {"residual": residual, "mask": mask, "stacked": c.stacked, "width": width, "interpret": interpret}
+    quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
+    operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
+    scale = quantized.scale[: x.shape[0]]
+    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, out_dtype, interpret)
+
+
+def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
+    groups = None if group is None else group.shape[0]
+    block = groups and rows // groups
+    c = config or tiling.choose(block or rows, w, compensated, groups)
+    tiling.check(c, w, compensated, block)
+    return c
+
+
+def _residual_width(c: Config, channels: int) -> int:
+    """Channels of whole stages."""
+    return -(-channels // (c.columns * TILE)) * c.columns * TILE
+
+
+def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype, interpret) -> Array:
+    """Activations in the kernel's order, "x" and perhaps "r", of M = `rows` rows, and f32[M] scales -> [M, N]."""
+    operands = operands | {"words": w.words, "scales": w.scales}
     if group is not None:
-        operands["group"] = jnp.repeat(group, block // c.tokens)
+        operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
     if c.splits > 1:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret), axis=0)[:rows, : w.n]
+        token_scale = None if token_scale is None else token_scale[:, None]
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
-    token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale[:, 0]
+    token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale
     channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
     operands["channel_scale"] = channel if channel.shape[1] == 1 else jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
@@ -71,20 +116,19 @@ def matmul(
 
 def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
     """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
-    m_tiles, row_tiles = operands["x"].shape[0] // stacked_tokens(c), operands["words"].shape[1] // kind.rows_of_words
-    blocks = m_tiles * (row_tiles // c.warpgroups) * c.splits
+    out, tasks = kind.output(c, operands, out_dtype)
+    blocks = min(c.blocks or tasks, tasks)
     names = list(operands)
-    scratch = kind.scratch(c, "r" in operands) | kind.barriers(c, "r" in operands)
+    scratch = kind.scratch(c, operands) | kind.barriers(c, "r" in operands)
     if interpret:
         scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
 
     def body(*refs, **smem):
-        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem)
+        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem, (tasks, blocks))
         wg = lax.axis_index("wg")
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
 
-    out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, row_tiles * TILE), out_dtype)
     kernel = compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)
     return kernel(*operands.values())
 
@@ -99,45 +143,84 @@ def swizzled(columns: int) -> tuple[Any, Any]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
 
 
+class Task(NamedTuple):
+    """A tile of the output and its part of K: tile m of tokens, group n of row tiles, part `split`, of the weight
+    `matrix`; steps first .. first + count - 1, none for rows without a matrix, of which the leading `compensated` have
+    residual channels (None: there is no residual).
+    """
+
+    m: Any
+    n: Any
+    split: Any
+    matrix: Any
+    first: Any
+    count: Any
+    compensated: Any
+
+
 class FourBit:
-    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others."""
+    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others. Both go through the
+    same tasks and buffers, so that copies for a task start before the last one's sums are stored.
+    """
 
     name = "fp4_gemm"
-    rows_of_words = 1  # of the words' second axis in a tile of 64 rows
     exponent = decode.EXPONENT
+    late = False  # whether a buffer is given back one step late, when the next step's products have started
 
-    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any]):
-        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
-        self.interpret = "a_smem" in smem
-        m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // (TILE * c.warpgroups)
-        index = lax.axis_index("block")
-        self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
-        rest = lax.div(index, m_tiles)
-        self.n = lax.rem(rest, row_groups)
-        self.split = lax.div(rest, row_groups)
-        self.tokens = pl.ds(self.m * c.tokens, c.tokens)
-        self.stacked_tokens = pl.ds(self.m * stacked_tokens(c), stacked_tokens(c))
-        self.width = smem["x_smem"].shape[-1]
-        steps = gmem["x"].shape[1] // self.width
-        self.count = steps // c.splits
-        self.first = self.split * self.count
-        self.matrix = 0
-        if "group" in gmem:
-            group = gmem["group"][self.m]
-            self.matrix = jnp.maximum(group, 0)
-            self.count = jnp.where(group < 0, 0, self.count)
-        self.compensated = None  # steps of this part with residual channels, which lead; None: no residual
-        if "r" in gmem:
-            total = gmem["r"].shape[1] // self.width
-            self.compensated = self.count if total == steps else jnp.clip(total - self.first, 0, self.count)
+    @classmethod
+    def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
+        """What the kernel writes, [splits, M', N'], and the number of its tasks."""
+        m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
+        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows), dtype)
+        return out, m_tiles * (rows // TILE // c.warpgroups) * c.splits
 
     @staticmethod
-    def scratch(c: Config, compensated: bool) -> dict[str, Any]:
+    def rows(words: Any) -> int:
+        """N' of a weight."""
+        return words.shape[1] * TILE
+
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int]):
+        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+        self.tasks, self.blocks = grid
+        self.interpret = "a_smem" in smem
+        self.width = smem["x_smem"].shape[-1]
+
+    def task(self, index: Any) -> Task:
+        c, gmem = self.c, self.gmem
+        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.warpgroups)
+        if "group" in gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
+            n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
+        else:  # blocks with the same weights run together
+            m, n = lax.rem(index, m_tiles), lax.rem(lax.div(index, m_tiles), row_groups)
+        split = lax.div(index, m_tiles * row_groups)
+        steps = gmem["x"].shape[1] // self.width
+        count, matrix = steps // c.splits, 0
+        first = split * count
+        if "group" in gmem:
+            group = gmem["group"][m]
+            matrix = jnp.maximum(group, 0)
+            count = jnp.where(group < 0, 0, count)
+        compensated = None
+        if "r" in gmem:
+            total = gmem["r"].shape[1] // self.width
+            compensated = count if total == steps else jnp.clip(total - first, 0, count)
+        return Task(m, n, split, matrix, first, count, compensated)
+
+    def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
+        """carry = body(task, carry) for each task of this block."""
+        block = lax.axis_index("block")
+        if self.blocks == self.tasks:
+            return body(self.task(block), carry)
+        count = lax.div(self.tasks - block + (self.blocks - 1), self.blocks)
+        return lax.fori_loop(0, count, lambda i, carry: body(self.task(block + i * self.blocks), carry), carry)
+
+    @staticmethod
+    def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
         """Shared memory by name, but for the barriers."""
         x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
         words = plgpu.SMEM((c.stages, c.warpgroups, 2 * c.columns, 256), jnp.uint32)
         scales = plgpu.SMEM((c.stages, c.warpgroups, c.columns, 128), jnp.uint16)
-        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if compensated else {})
+        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if "r" in operands else {})
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
@@ -145,13 +228,14 @@ class FourBit:
         arrivals = {"full": copies, "empty": c.warpgroups} | ({"r_full": 1} if compensated else {})
         return {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
 
-    def copies(self, k: Any) -> dict[str, Any]:
+    def copies(self, task: Task, k: Any) -> dict[str, Any]:
         """Name -> what step k copies of it, of x and the weights."""
-        c, rows = self.c, pl.ds(self.n * self.c.warpgroups, self.c.warpgroups)
+        c, rows = self.c, pl.ds(task.n * self.c.warpgroups, self.c.warpgroups)
+        tokens = pl.ds(task.m * stacked_tokens(c), stacked_tokens(c))
         return {
-            "words": self.gmem["words"].at[self.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
-            "scales": self.gmem["scales"].at[self.matrix, rows, pl.ds(k * c.columns, c.columns)],
-            "x": self.gmem["x"].at[self.stacked_tokens, pl.ds(k * self.width, self.width)],
+            "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
+            "scales": self.gmem["scales"].at[task.matrix, rows, pl.ds(k * c.columns, c.columns)],
+            "x": self.gmem["x"].at[tokens, pl.ds(k * self.width, self.width)],
         }
 
     def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
@@ -175,20 +259,29 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
 
-        def step(i, slot, compensated):
-            k = self.first + i
-            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
-            for name, source in self.copies(k).items():
+        def copy(task, i, slot, done, compensated):
+            k = task.first + i
+            pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            for name, source in self.copies(task, k).items():
                 plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot])
             if compensated:
-                residual = self.gmem["r"].at[self.tokens, pl.ds(k * self.width, self.width)]
+                tokens = pl.ds(task.m * c.tokens, c.tokens)
+                residual = self.gmem["r"].at[tokens, pl.ds(k * self.width, self.width)]
                 plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot])
+
+        def steps(task, carry):
+            def step(i, carry, compensated):
+                slot, done = carry
+                copy(task, i, slot, done, compensated)
+                return self._next(slot), done + 1
+
+            return self._loop(task, step, carry)
 
         def drain(i, _):
             plgpu.barrier_wait(smem["empty"].at[lax.rem(i, c.stages)])
 
-        self._loop(step)
-        lax.fori_loop(jnp.maximum(self.count - c.stages, 0), self.count, drain, None)
+        _, done = self.each_task(steps, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(jnp.maximum(done - c.stages, 0), done, drain, None)
 
     def consume(self) -> None:
         """Multiplies a warpgroup's 64 rows by the tokens and stores the sums."""
@@ -196,56 +289,68 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
-        def scope(acc):
-            def step(_, slot, compensated):
-                plgpu.barrier_wait(smem["full"].at[slot])
-                if compensated:
-                    plgpu.barrier_wait(smem["r_full"].at[slot])
-                self.multiply(acc, slot, compensated)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(smem["empty"].at[slot])
+        def product(task, slot):
+            def scope(acc):
+                def step(i, slot, compensated):
+                    plgpu.barrier_wait(smem["full"].at[slot])
+                    if compensated:
+                        plgpu.barrier_wait(smem["r_full"].at[slot])
+                    self.multiply(acc, slot, compensated)
+                    plgpu.wgmma_wait(int(self.late))
+                    if self.late:
+                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
+                    else:
+                        plgpu.barrier_arrive(smem["empty"].at[slot])
+                    return self._next(slot)
 
-            self._loop(step)
-            return acc[...]
+                after = self._loop(task, step, slot)
+                if self.late:
+                    plgpu.wgmma_wait(0)
+                    pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
+                return acc[...], after
 
-        y = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-        self._store(y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
+            self._store(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            return slot
 
-    def _loop(self, step: Callable[[Any, Any, bool], None]) -> None:
-        """step(i, its buffer, compensated) for every step of this part of K."""
+        self.each_task(product, jnp.int32(0))
 
-        def loop(first, last, slot, compensated):
-            def body(i, slot):
-                step(i, slot, compensated)
-                return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
+    def _next(self, slot: Any) -> Any:
+        return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
 
-            return lax.fori_loop(first, last, body, slot)
+    def _before(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.c.stages - 1, slot - 1)
 
-        first, slot = 0, jnp.int32(0)
-        if self.compensated is not None:
-            first, slot = self.compensated, loop(0, self.compensated, slot, True)
-        if first is not self.count:
-            loop(first, self.count, slot, False)
+    def _loop(self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+        """carry = step(i, carry, compensated) for every step of a task."""
+        first = 0
+        if task.compensated is not None:
+            first = task.compensated
+            carry = lax.fori_loop(0, first, lambda i, carry: step(i, carry, True), carry)
+        if first is not task.count:
+            carry = lax.fori_loop(first, task.count, lambda i, carry: step(i, carry, False), carry)
+        return carry
 
-    def _store(self, y: Array) -> None:
+    def _store(self, task: Task, y: Array) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless K is split."""
-        rows = pl.ds((self.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        rows = pl.ds((task.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            y = y * (self._spread("token_scale", self.tokens, 1) * self._channel_scale(rows))
+            y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
         if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
-            y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
-        y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
+            y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
+        y, out = y.astype(self.out.dtype), self.out.at[task.split, tokens, rows]
         if self.interpret:
             out[...] = y.T
         else:
             decode.store_transposed(out, y)
 
-    def _channel_scale(self, rows: Any) -> Array:
+    def _channel_scale(self, matrix: Any, rows: Any) -> Array:
         """f32[64, tokens], from one number where the matrix has one."""
         if self.gmem["channel_scale"].shape[1] == 1:
-            return jnp.broadcast_to(self.gmem["channel_scale"][self.matrix, 0], (TILE, self.c.tokens))
-        return self._spread("channel_scale", (self.matrix, rows), 0)
+            return jnp.broadcast_to(self.gmem["channel_scale"][matrix, 0], (TILE, self.c.tokens))
+        return self._spread("channel_scale", (matrix, rows), 0)
 
     def _spread(self, name: str, index: Any, axis: int) -> Array:
         """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""

@@ -12,7 +12,8 @@ _SLACK_BYTES = 2048  # barriers and alignment
 _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
-_MOST = 120  # multiprocessors, of the 132 of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200
+_MOST = 120  # of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Config:
     """tokens: rows of x that a block of threads multiplies; columns: 64-channel tiles of K a stage; stages: buffers in
     shared memory; warpgroups: those that multiply, 64 rows of N each; splits: parts of K. stacked: the residual's
     products are further columns of each wgmma, over all of K, instead of a second wgmma over the residual's channels.
+    blocks: of threads, which share the tiles of the output; 0 is one a tile.
     """
 
     tokens: int
@@ -28,10 +30,11 @@ class Config:
     warpgroups: int = 2
     splits: int = 1
     stacked: bool = False
+    blocks: int = 0
 
     def __str__(self) -> str:
         text = f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
-        return text + " stacked" * self.stacked
+        return text + f" b{self.blocks}" * (self.blocks > 0) + " stacked" * self.stacked
 
     def stage_bytes(self, compensated: bool) -> int:
         """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
@@ -54,7 +57,8 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
 
     The rule: the smallest token tile that holds the rows, at most 128. Up to 32 tokens two blocks share a
     multiprocessor, beyond that registers allow one, with four warpgroups if possible. Stages fill the shared memory, up
-    to six; the fewest parts of K that occupy most multiprocessors. Up to 16 tokens a residual is stacked.
+    to six; the fewest parts of K that occupy most multiprocessors. Up to 16 tokens a residual is stacked. Of groups, as
+    many blocks of threads as can be resident share the tiles.
     """
     fits = [t for t in TOKEN_TILES[:-1] if groups is None or rows % t == 0]
     if not fits:
@@ -66,7 +70,8 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     row_tiles, tiles = w.scales.shape[1:3]
     stacked = compensated and tokens <= 16
     alone = tokens >= 64
-    warpgroups = 4 if tokens == 64 and row_tiles % 4 == 0 else 2
+    spills = compensated and groups is not None  # a few registers more than four warpgroups have
+    warpgroups = 4 if tokens == 64 and row_tiles % 4 == 0 and not spills else 2
     free = (_SHARED_BYTES - _SLACK_BYTES) // (1 if alone else 2) - _SLACK_BYTES
     stage = {n: Config(tokens, n, 1, warpgroups).stage_bytes(compensated) for n in ((2, 1) if alone else (4, 2, 1))}
     columns = next(n for n in stage if tiles % n == 0 and (3 * stage[n] <= free or n == 1))
@@ -75,12 +80,16 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     steps = tiles // columns
     splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
     enough = (s for s in splits if s * blocks >= (_MOST if alone else 2 * _MOST))
-    return Config(tokens, columns, stages, warpgroups, next(enough, splits[-1]), stacked)
+    splits, resident = next(enough, splits[-1]), MULTIPROCESSORS * (1 if alone else 2)
+    shared = resident if groups is not None and splits * blocks > resident else 0
+    return Config(tokens, columns, stages, warpgroups, splits, stacked, shared)
 
 
 def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
     """Raises ValueError, naming the value, for a tiling that does not fit. block: rows of a group's block, if any."""
     row_tiles, tiles = w.scales.shape[1:3]
+    if c.blocks < 0:
+        raise ValueError(f"blocks={c.blocks} of a tiling is negative: 0 is one a tile of the output")
     if c.stacked and (not compensated or c.tokens > TOKEN_TILES[-1] // 2):
         raise ValueError(f"{c} needs a residual and at most 128 tokens: leave stacked out")
     if c.tokens not in TOKEN_TILES:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_gemm.reference import row_groups
 
 
-def block_rows(rows: int, groups: int) -> int:
-    """Rows a block: the power of two at or below the mean rows a group, within 16..256."""
+def block_rows(rows: int, groups: int, least: int = 16) -> int:
+    """Rows a block: the power of two at or below the mean rows a group, within least..256."""
     mean = max(rows // groups, 1)
-    return min(256, max(16, 1 << (mean.bit_length() - 1)))
+    return min(256, max(least, 1 << (mean.bit_length() - 1)))
 
 
 class Blocks(NamedTuple):
@@ -46,14 +46,14 @@ def blocks_of(group_sizes: jax.Array, rows: int, block: int) -> Blocks:
 
 def pad(x: jax.Array, b: Blocks) -> jax.Array:
     """[M, ...] in sorted rows -> [P, ...] in padded groups, zeros in rows without one."""
-    return jnp.where(b.filled[:, None], x[b.row], 0)
+    return jnp.where(b.filled[:, None], x[b.row], jnp.zeros((), x.dtype))
 
 
 def unpad(y: jax.Array, b: Blocks, group_sizes: jax.Array, rows: int) -> jax.Array:
     """[P, N] in padded groups -> [M, N] in M = `rows` sorted rows, zeros in rows outside groups."""
     ids, inside = row_groups(group_sizes, rows)
     slot = b.first[ids] + jnp.arange(rows) - (jnp.cumsum(group_sizes) - group_sizes)[ids]
-    return jnp.where(inside[:, None], y[jnp.where(inside, slot, 0)], 0.0)
+    return jnp.where(inside[:, None], y[jnp.where(inside, slot, 0)], jnp.zeros((), y.dtype))
 
 
 def dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array, block: int | None = None) -> jax.Array:

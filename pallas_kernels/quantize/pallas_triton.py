@@ -13,16 +13,14 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jax.typing import DTypeLike
+
+from pallas_kernels.quantize import arithmetic
+from pallas_kernels.quantize.arithmetic import bits, floats
 
 MAX_K = 16384  # a thread a block, 1024 threads a program
 _BLOCK = 16
 _THREADS = 256  # threads a program, if a row has no more blocks
 _LOAD = 16  # bytes that a thread reads at once
-_LARGEST = 6.0 * 448.0
-_TINY = float(np.finfo(np.float32).tiny)
-_FLT_MAX = float(np.finfo(np.float32).max)
-_EXPONENT = 0x7F800000  # of f32; also the bits of infinity
 _MAGIC = 2**23  # an f32 added to this is rounded to an integer, to nearest even; the sum's low bits hold it
 _TENTH = float(np.nextafter(np.float32(0.1), np.float32(0)))
 
@@ -73,8 +71,6 @@ def _kernel(x_ref, *refs, m: int, k: int, interpret: bool) -> None:
     """x [R, B, V, E], amax [R, 1] if given, codes [R, B, 8], scales [R, B], global scales [R, 1]."""
     *given, codes_ref, scales_ref, global_ref = refs
     rows, blocks, loads, elements = x_ref.shape
-    divide = functools.partial(_divide, interpret=interpret)
-    multiply = functools.partial(_multiply, interpret=interpret)
     in_rows = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < m
     inside = in_rows & (lax.broadcasted_iota(jnp.int32, (rows, blocks), 1) < k // _BLOCK)
     full = m % rows == 0 and blocks * _BLOCK == k
@@ -88,53 +84,31 @@ def _kernel(x_ref, *refs, m: int, k: int, interpret: bool) -> None:
 
     x = [load(x_ref.at[:, :, pl.ds(v, 1)], mask(1, elements)) for v in range(loads)]
     x = [a.reshape(rows, blocks, elements) for a in x]
-    magnitude = _block_amax(x, interpret)
+    magnitude = block_amax(x, interpret)
     amax = jnp.max(magnitude, axis=1, keepdims=True)
-    finite = amax < _EXPONENT
-    amax = _floats(amax)
+    finite = amax < arithmetic.EXPONENT
+    amax = floats(amax)
     if given:
         amax = load(given[0], None if full else in_rows)
         finite &= (amax >= 0) & (amax < jnp.inf)
 
-    # A power of two keeps the division in range, where a few instructions round it correctly.
-    safe = jnp.where(finite & (amax >= _TINY), amax, _LARGEST)
-    power = jnp.where(safe < 1, np.float32(2.0**64), np.float32(2.0**-64))
-    gain = jnp.minimum(divide(jnp.full_like(safe, _LARGEST), safe * power) * power, _FLT_MAX)
-    to_scale, inverse = gain * np.float32(1 / 6), _reciprocal(gain, interpret)
-    to_scale, inverse = (jnp.broadcast_to(a, magnitude.shape) for a in (to_scale, inverse))
-    scaled = multiply(_floats(jnp.where(finite, magnitude, 0)), to_scale)
-    scale_codes, scale = _e4m3(jnp.minimum(scaled, 448.0))
-    step = multiply(scale, inverse)
-    codes = _encode(x, _reciprocal(step, interpret), jnp.where(step > 0, -1, 0), bool(given), interpret)
+    unit = arithmetic.unit_scales(amax, finite, interpret)
+    scale_codes, _, step = arithmetic.block_scales(floats(jnp.where(finite, magnitude, 0)), unit, interpret)
+    usable = jnp.where(step > 0, -1, 0)
+    codes = _encode(x, arithmetic.reciprocal(step, interpret), usable, bool(given), interpret)
 
     plt.store(codes_ref, codes, mask=mask(_BLOCK // 2))
     plt.store(scales_ref, scale_codes, mask=mask())
-    global_scale = divide(amax, jnp.full_like(amax, _LARGEST))
-    global_scale = jnp.where(finite, jnp.where(global_scale >= _TINY, global_scale, 0.0), jnp.nan)
-    plt.store(global_ref, global_scale, mask=None if full else in_rows)
+    plt.store(global_ref, unit.global_scale, mask=None if full else in_rows)
 
 
-def _e4m3(x: Array) -> tuple[Array, Array]:
-    """f32 [...] in [0, 448] -> (E4M3 codes u8 [...], their values f32 [...]), to nearest.
-
-    Adding 1.5 * 2**20 times x's power of two leaves steps, ties to even, in the sum's low bits. The sum's bits minus
-    those for x = 0 are e * 2**23 + steps, e the exponent above the smallest one, and the code is e * 8 + steps, for
-    subnormal codes too: one multiplication brings both terms to the high byte.
-    """
-    to_shift = int(np.float32(1.5 * 2.0**20).view(np.int32)) - int(np.float32(1).view(np.int32))
-    zero = to_shift + int(np.float32(2.0**-6).view(np.int32))
-    shift = _floats(jnp.maximum((_bits(x) & _EXPONENT) + to_shift, zero))
-    shifted = x + shift
-    return (((_bits(shifted) - zero) * ((1 << 24) + (1 << 4))) >> 24).astype(jnp.uint8), shifted - shift
-
-
-def _block_amax(x: list[Array], interpret: bool) -> Array:
+def block_amax(x: list[Array], interpret: bool) -> Array:
     """The loads of a block, f32 or bf16 [R, B, E] each -> the bits of its largest magnitude as f32, i32 [R, B].
 
     Bits of magnitudes order like their values, and NaN comes last, which Triton's maximum of floats would drop.
     """
     if interpret:
-        return jnp.max(jnp.stack([_bits(a.astype(jnp.float32)) & 0x7FFFFFFF for a in x]), axis=(0, 3))
+        return jnp.max(jnp.stack([bits(a.astype(jnp.float32)) & 0x7FFFFFFF for a in x]), axis=(0, 3))
     elements = x[0].shape[2]
     first, *words = range(elements, elements + 4 * len(x))
     largest = f"max.NaN.xorsign.abs.{'f32' if elements == 4 else 'bf16x2'}"
@@ -145,7 +119,7 @@ def _block_amax(x: list[Array], interpret: bool) -> Array:
     else:
         ptx += " mov.b32 {low, high}, m; max.NaN.xorsign.abs.bf16 low, low, high;"
         ptx += " mov.b32 m, {low, low}; and.b32 $0, m, 0x7FFF0000; }"
-    return jnp.split(_asm(ptx, elements, jnp.int32, *x), elements, axis=2)[0].reshape(x[0].shape[:2])
+    return jnp.split(arithmetic.asm(ptx, elements, jnp.int32, *x), elements, axis=2)[0].reshape(x[0].shape[:2])
 
 
 def _encode(x: list[Array], factor: Array, usable: Array, clamp: bool, interpret: bool) -> Array:
@@ -162,14 +136,14 @@ def _encode(x: list[Array], factor: Array, usable: Array, clamp: bool, interpret
         size = jnp.minimum(jnp.abs(y), 8.0) if clamp else jnp.abs(y)
         last = jnp.where(size > 5, np.float32(_MAGIC + 7), np.float32(_MAGIC + 6))  # jnp has no fused multiply-add
         lines = size * 2 + np.float32(_MAGIC), size + np.float32(_MAGIC + 2), last
-        codes = functools.reduce(jnp.minimum, [_bits(line) for line in lines]) - _bits(jnp.float32(_MAGIC))
+        codes = functools.reduce(jnp.minimum, [bits(line) for line in lines]) - bits(jnp.float32(_MAGIC))
         codes &= usable[:, :, None]
         codes += jnp.where((y < 0) & (codes > 0), 8, 0)
         return (codes[:, :, ::2] + (codes[:, :, 1::2] << 4)).astype(jnp.uint8)
     shape = x[0].shape
     factor, usable = (jnp.broadcast_to(a[:, :, None], shape) for a in (factor, usable))
     pairs = zip(x[::2], x[1::2], strict=True)
-    codes = [_asm(_encode_ptx(shape[2], clamp), shape[2], jnp.int8, *pair, factor, usable) for pair in pairs]
+    codes = [arithmetic.asm(_encode_ptx(shape[2], clamp), shape[2], jnp.int8, *pair, factor, usable) for pair in pairs]
     if len(codes) > 1:
         codes = [jnp.stack(codes, axis=3).swapaxes(2, 3).reshape(*shape[:2], _BLOCK // 2)]
     return codes[0].astype(jnp.uint8)
@@ -215,60 +189,3 @@ def _encode_ptx(elements: int, clamp: bool) -> str:
 
 def _hex(value: float) -> str:
     return f"0f{np.float32(value).view(np.uint32):08X}"
-
-
-def _divide(a: Array, b: Array, interpret: bool) -> Array:
-    """Correctly rounded a / b, f32 of one shape, where b and the quotient are normal; Triton's is two ulp off.
-
-    Markstein's: a reciprocal rounded to nearest, the quotient from it, and one correction by the exact remainder.
-    """
-    if interpret:
-        return jnp.divide(*lax.optimization_barrier((a, b)))  # without it XLA's CPU multiplies by a reciprocal
-    ptx = """{ .reg .b32 r, e, n, q;
-        rcp.approx.ftz.f32 r, $2;
-        neg.f32 n, $2;
-        fma.rn.f32 e, n, r, 0f3F800000;
-        fma.rn.f32 r, r, e, r;
-        mul.rn.f32 q, $1, r;
-        fma.rn.f32 e, n, q, $1;
-        fma.rn.f32 $0, e, r, q; }"""
-    return _asm(ptx, 1, jnp.float32, a, b)
-
-
-def _reciprocal(x: Array, interpret: bool) -> Array:
-    """Correctly rounded 1 / x, f32, for normal x up to 2**126; 0 beyond, anything for 0."""
-    if interpret:
-        return _divide(jnp.ones_like(x), x, interpret)
-    ptx = """{ .reg .b32 r, e;
-        rcp.approx.ftz.f32 r, $1;
-        neg.f32 e, $1;
-        fma.rn.f32 e, e, r, 0f3F800000;
-        fma.rn.f32 $0, r, e, r; }"""
-    return _asm(ptx, 1, jnp.float32, x)
-
-
-def _multiply(a: Array, b: Array, interpret: bool) -> Array:
-    """a * b, f32 of one shape, subnormal operands and products as 0, which XLA's CPU makes of them."""
-    return a * b if interpret else _asm("mul.rn.ftz.f32 $0, $1, $2;", 1, jnp.float32, a, b)
-
-
-def _asm(ptx: str, pack: int, dtype: DTypeLike, *args: Array) -> Array:
-    """`ptx` on every `pack` elements of args, arrays of one shape, packed in 32-bit registers -> an array of dtype."""
-    words = [pack * np.dtype(kind).itemsize // 4 for kind in (dtype, *(a.dtype for a in args))]
-    integers = {2: jnp.int16, 4: jnp.int32}
-    [out] = plt.elementwise_inline_asm(
-        ptx,
-        args=[lax.bitcast_convert_type(a, integers[a.dtype.itemsize]) for a in args],
-        constraints=",".join(["=r"] * words[0] + ["r"] * sum(words[1:])),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32 if dtype == jnp.float32 else dtype)],
-    )
-    return _floats(out) if dtype == jnp.float32 else out
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _floats(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)

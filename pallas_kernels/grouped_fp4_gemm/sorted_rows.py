@@ -1,0 +1,45 @@
+"""Rows sorted by group to blocks of one group each, which the FP4 GEMM takes by their matrices, on the device.
+
+A kernel's tasks are those blocks by row groups of the weight. Their number follows from shapes alone; blocks without
+rows come last and only store zeros, so no host reads group_sizes and empty experts cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.fp4_gemm.layout import Packed
+from pallas_kernels.grouped_gemm import blocked
+
+LEAST_BLOCK = 8  # the kernel's smallest token tile
+
+
+def matmul(
+    product: Callable[..., Array],
+    x: Array,
+    w: Packed,
+    group_sizes: Array,
+    *,
+    rows: dict[str, Array | None] | None = None,
+    block: int | None = None,
+    **kwargs: Any,
+) -> Array:
+    """y[m] = x[m] w[g(m)]^T by `product`, one of `fp4_gemm`'s: x [M, K] sorted by group, w of E matrices, group_sizes
+    i32[E] -> [M, N], zeros in rows beyond their sum, whatever those hold.
+
+    rows: arguments of the product with a row a row of x. block: a promise that it divides M and every size, which saves
+    padding; rows without a pair are zero then. None takes a power of two near the mean. Other arguments are passed on.
+    """
+    total, operands, sizes, padded = x.shape[0], {"x": x} | (rows or {}), group_sizes, None
+    if block is None:
+        block = blocked.block_rows(total, w.words.shape[0], LEAST_BLOCK)
+        padded = blocked.blocks_of(group_sizes, total, block)
+        operands, sizes = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
+    group, used = blocked.block_groups(sizes, operands["x"].shape[0], block)
+    y = product(operands.pop("x"), w, group=jnp.where(used, group, -1), **operands, **kwargs)
+    return y if padded is None else blocked.unpad(y, padded, group_sizes, total)

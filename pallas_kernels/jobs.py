@@ -1,0 +1,131 @@
+"""Proofs and measurements of a kernel on a GPU, for its bench.py: jobs in a child process, results as lines of JSON.
+
+Every result is a line of FOLDER/rows.jsonl and of the output as soon as it exists. The child is started again after a
+job that crashed or hung: a failure costs one job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+JOB_SECONDS = 75  # a job that takes longer hangs
+
+Row = dict[str, Any]
+Job = tuple[Row, Callable[[], Row]]
+
+
+def main(
+    module: str, doc: str, make: Callable[[bool, bool], list[Job]], report: Callable[[Path, list[Row]], None]
+) -> None:
+    """The command line of `module`. make(prove, bench) lists the jobs, the telling ones first; report(folder, rows)
+    prints and draws what proofs alone do not say.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prove", action="store_true", help="check exact results")
+    parser.add_argument("--bench", action="store_true", help="measure")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and draw a folder's rows again")
+    parser.add_argument("--seconds", type=float, default=480, help="time limit")
+    parser.add_argument("--out", type=Path, default=Path(module.split(".")[-2] + "_bench"), metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only jobs whose description holds this text")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.report:
+        return show(args.report, report)
+    if args.child is None:
+        jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
+    todo = [job for job in make(args.prove, args.bench) if args.only in json.dumps(job[0])]
+    if not todo:
+        parser.error(f"nothing to do: choose --prove, --bench or --report (--only={args.only!r} may leave no job)")
+    if args.child is not None:
+        device = jax.devices()[0]
+        print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
+        return run_jobs(todo, args.child)
+    drive(module, args, todo)
+    return show(args.out, report)
+
+
+def run_jobs(todo: list[Job], start: int) -> None:
+    """In the child: a line before and after each job. Ends the process if one hangs or the device is lost."""
+    for i in range(start, len(todo)):
+        about, job = todo[i]
+        say({"started": i})
+        watchdog = threading.Timer(JOB_SECONDS, _hung, (i, about))
+        watchdog.daemon = True
+        watchdog.start()
+        begin = time.perf_counter()
+        try:
+            row = job()
+        except Exception as error:  # whatever it is becomes a row, and the next job runs
+            trace = traceback.format_exc().strip().splitlines()[-8:]
+            row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800], "trace": trace}
+        watchdog.cancel()
+        say({"job": i} | about | row | {"job_seconds": round(time.perf_counter() - begin, 1)})
+        if any(text in row.get("error", "") for text in ("CUDA_ERROR", "illegal", "launch failure", "misaligned")):
+            os._exit(4)  # the device's context is lost
+
+
+def say(row: Row) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _hung(i: int, about: Row) -> None:
+    say({"job": i} | about | {"ok": False, "error": f"no end after {JOB_SECONDS} s: a deadlock, or a slow compilation"})
+    os._exit(3)
+
+
+def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> None:
+    """In the parent: children until all jobs are done or the time is up."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    end, start = time.monotonic() + args.seconds, 0
+    command = [sys.executable, "-m", module, f"--only={args.only}", "--prove" * args.prove, "--bench" * args.bench]
+    with (args.out / "rows.jsonl").open("w") as file:
+        while start < len(todo) and time.monotonic() < end:
+            child = subprocess.Popen([*filter(None, command), f"--child={start}"], stdout=subprocess.PIPE, text=True)
+            stopper = threading.Timer(max(end - time.monotonic(), 0), child.kill)
+            stopper.start()
+            running = start
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                row = json.loads(line) if line.startswith("{") else {}
+                running = row.get("started", running)
+                if "job" in row:
+                    start = row["job"] + 1
+                    file.write(line)
+                    file.flush()
+            code = child.wait()
+            stopper.cancel()
+            if start <= running and time.monotonic() < end:  # it died without a word
+                row = (
+                    {"job": running} | todo[running][0] | {"ok": False, "error": f"the process ended with code {code}"}
+                )
+                say(row)
+                file.write(json.dumps(row) + "\n")
+                start = running + 1
+    if start < len(todo):
+        print(f"time is up after {start} of {len(todo)} jobs: --only=TEXT picks some, --seconds gives more time")
+
+
+def show(folder: Path, report: Callable[[Path, list[Row]], None]) -> None:
+    """What of FOLDER/rows.jsonl is proven and what failed, then the kernel's own report."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    proofs = [row for row in rows if "prove" in row]
+    failed = [row["prove"] for row in proofs if not row.get("ok")]
+    if proofs:
+        print(
+            f"\nproven: {len(proofs) - len(failed)} of {len(proofs)} cases",
+            *(f"  FAILED {name}" for name in failed),
+            sep="\n",
+        )
+    report(folder, rows)

@@ -1,0 +1,203 @@
+"""The kernel of Pallas' Triton backend: a thread holds a block of 16 channels, a program whole rows, read once.
+
+Codes never leave registers: a code times its block scale is exact in bf16, which is what the Hopper GEMM multiplies. A
+thread's 16 numbers belong to four places of the GEMM's order (`fp4_gemm.layout`), two loads of 8 to two runs of 32
+channels: Triton moves them between the four threads of a tile, so that stores are whole sectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.quantize import arithmetic
+from pallas_kernels.quantize.arithmetic import bits, floats
+from pallas_kernels.quantize.pallas_triton import MAX_K, block_amax
+
+BLOCK = 16
+TILE = 64
+_THREADS = 256  # threads a program, if a row has no more blocks
+_PROGRAMS = 264  # two a multiprocessor: fewer rows a program rather than fewer programs
+_LOADS, _ELEMENTS = 2, 8  # a thread's 16 bf16 are two loads
+_ONE = 0x3F800000  # bits of 1.0
+_SHIFT = (22 << 23) + (1 << 22)  # added to the bits of a power of two: 1.5 * 2**22 times it
+_HALF = ~0xFFF  # the leading 12 bits of a significand
+
+
+class Operands(NamedTuple):
+    """What the FP4 GEMM reads. x bf16[M', K'], and r bf16[M', S'] or None; stacked, x is [2 M', K'] and holds `tokens`
+    rows of values, as many of their residuals, the next rows. scale f32[M']. M', K' and S' are padded with zeros.
+    """
+
+    x: Array
+    r: Array | None
+    scale: Array
+
+
+def quantize(
+    x: Array,
+    *,
+    tokens: int,
+    residual: int = 0,
+    mask: Array | None = None,
+    stacked: bool = False,
+    width: int | None = None,
+    interpret: bool = False,
+) -> Operands:
+    """bf16 [M, K] -> its NVFP4 values and residual values, in the order of `layout.arrange`, and global scales.
+
+    tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
+    multiple of 16; 0 for none. mask: bool [K/16] or [M, K/16], the blocks among them whose residual is kept; None keeps
+    all. width: S', a multiple of 64; None takes the next one, or K' where `stacked`, see Operands.
+    interpret: runs without a GPU, for tests. Raises ValueError for anything else.
+    """
+    _check(x, tokens, residual, mask, stacked)
+    m, k = x.shape
+    tiles = -(-k // TILE)
+    if width is None:
+        width = tiles * TILE if stacked else -(-residual // TILE) * TILE
+    if residual and (width % TILE or not residual <= width <= tiles * TILE or stacked and width < tiles * TILE):
+        raise ValueError(f"width={width} of a residual of {residual} channels: pass a multiple of {TILE}, or None")
+    padded = -(-m // tokens) * tokens
+    blocks = max(pl.next_power_of_2(tiles * TILE // BLOCK), TILE // BLOCK)
+    rows = min(max(_THREADS // blocks, 1), tokens)
+    while rows > 1 and padded // rows < _PROGRAMS:
+        rows //= 2
+
+    def spec(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows, *shape), lambda i: (i, *(0 for _ in shape)))
+
+    def out(copies: int, columns: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        parts = tokens // rows  # of a tile of tokens
+        shape = padded // tokens, copies, tokens, columns, _LOADS, TILE // _LOADS
+        block = 1, copies, rows, blocks * BLOCK // TILE, *shape[4:]
+        index = lambda i: (i // parts, 0, i % parts, 0, 0, 0)  # noqa: E731
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16), pl.BlockSpec(block, index)
+
+    outputs = [out(1 + stacked, tiles)]
+    if residual and not stacked:
+        outputs.append(out(1, width // TILE))
+    outputs.append((jax.ShapeDtypeStruct((padded, 1), jnp.float32), spec(1)))
+    operands, in_specs = [x.reshape(m, k // BLOCK, _LOADS, _ELEMENTS)], [spec(blocks, _LOADS, _ELEMENTS)]
+    if mask is not None:
+        operands.append(mask.astype(jnp.uint8).reshape(-1, k // BLOCK))
+        in_specs.append(spec(blocks) if mask.ndim == 2 else pl.BlockSpec((1, blocks), lambda i: (0, 0)))
+    how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
+    *values, scale = pl.pallas_call(
+        functools.partial(_kernel, m=m, k=k, masked=mask is not None, **how),
+        grid=(padded // rows,),
+        in_specs=in_specs,
+        out_specs=[s for _, s in outputs],
+        out_shape=[s for s, _ in outputs],
+        compiler_params=plt.CompilerParams(num_warps=max(rows * blocks // 32, 1), num_stages=1),
+        interpret=interpret,
+        name="quantize_residual_nvfp4",
+    )(*operands)
+    values = [v.reshape(v.shape[0] * v.shape[1] * tokens, -1) for v in values]
+    return Operands(values[0], values[1] if len(values) > 1 else None, scale[:, 0])
+
+
+def _check(x: Array, tokens: int, residual: int, mask: Array | None, stacked: bool) -> None:
+    if x.ndim != 2 or x.dtype != jnp.bfloat16:
+        raise ValueError(f"x is {x.dtype} {x.shape}: pass bfloat16 [M, K]")
+    m, k = x.shape
+    if m < 1 or k % BLOCK or not BLOCK <= k <= MAX_K:
+        raise ValueError(f"x has shape {x.shape}: pass M >= 1 and K up to {MAX_K}, padded to a multiple of {BLOCK}")
+    if tokens < 1 or tokens & (tokens - 1):
+        raise ValueError(f"tokens={tokens} is no power of two: pass the token tile of the GEMM")
+    if residual % BLOCK or not 0 <= residual <= k:
+        raise ValueError(f"residual={residual} is not a multiple of {BLOCK} from 0 to K={k}")
+    if not residual and (stacked or mask is not None):
+        raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
+    if mask is not None and (mask.dtype != jnp.bool_ or mask.shape not in ((k // BLOCK,), (m, k // BLOCK))):
+        raise ValueError(
+            f"mask is {mask.dtype} {mask.shape}: pass bool [{k // BLOCK}] or [{m}, {k // BLOCK}], by block"
+        )
+
+
+def _kernel(
+    x_ref, *refs, m: int, k: int, residual: int, width: int, masked: bool, stacked: bool, interpret: bool
+) -> None:
+    """x [R, B, V, E], mask [R or 1, B] if `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an
+    array of their own, global scales [R, 1].
+    """
+    refs = list(refs)
+    mask_ref = refs.pop(0) if masked else None
+    rows, blocks = x_ref.shape[:2]
+    block = lax.broadcasted_iota(jnp.int32, (rows, blocks), 1)
+    row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, blocks), 0)
+    inside = (row < m) & (block < k // BLOCK)
+
+    def load(ref, inside):
+        return plt.load(ref, mask=jnp.broadcast_to(inside, ref.shape), other=0)
+
+    def store(ref, copy: int, width: int, values: list[Array]) -> None:
+        tiles = ref.shape[3]
+        shape = 1, 1, rows, tiles, 1, TILE // _LOADS
+        in_row = lax.broadcasted_iota(jnp.int32, shape, 3) < width // TILE
+        for v, value in enumerate(values):
+            # tile, block q, pairs j of half v, h, b -> tile, j, h, q, b
+            value = value.astype(jnp.bfloat16).reshape(rows, tiles, 4, 2, 2, 2).transpose(0, 1, 3, 4, 2, 5)
+            plt.store(ref.at[:, pl.ds(copy, 1), :, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
+
+    x = [load(x_ref.at[:, :, pl.ds(v, 1)], inside[:, :, None, None]) for v in range(_LOADS)]
+    x = [a.reshape(rows, blocks, _ELEMENTS) for a in x]
+    magnitude = block_amax(x, interpret)
+    amax = jnp.max(magnitude, axis=1, keepdims=True)
+    finite = amax < arithmetic.EXPONENT
+    unit = arithmetic.unit_scales(floats(amax), finite, interpret)
+    plt.store(refs[-1], unit.global_scale)
+    magnitude = floats(jnp.where(finite, magnitude, 0))
+    x = [jnp.where(finite[:, :, None], a.astype(jnp.float32), 0.0) for a in x]
+    values = _round(x, magnitude, unit, True, interpret)
+    store(refs[0], 0, -(-k // TILE) * TILE, values)
+    if not residual:
+        return
+    keep = block < residual // BLOCK
+    if masked:
+        columns = lax.broadcasted_iota(jnp.int32, mask_ref.shape, 1) < k // BLOCK
+        keep &= load(mask_ref, inside if mask_ref.shape[0] == rows else columns) != 0
+    scale = jnp.where(finite, unit.global_scale, 0.0)
+    left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
+    magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)
+    store(refs[0 if stacked else 1], int(stacked), width, _round(left, magnitude, unit, keep, interpret))
+
+
+def _round(x: list[Array], magnitude: Array, unit: arithmetic.Unit, keep: Array | bool, interpret: bool) -> list[Array]:
+    """The loads of a block [R, B, E], its largest magnitude f32 [R, B] -> E2M1 values times block scale, f32 [R, B, E];
+    0 where not `keep`, never -0. Rounds as `quads_jax.quant.rounding.round_to_grid`; limits lie between the product
+    and the sum, so that no compiler contracts them.
+    """
+    _, scale, step = arithmetic.block_scales(magnitude, unit, interpret)
+    factor = jnp.where(keep & (step > 0), arithmetic.reciprocal(step, interpret), 0.0)
+
+    def one(a: Array) -> Array:
+        y = jnp.minimum(jnp.maximum(a * factor[:, :, None], -6.0), 6.0)
+        shift = floats(jnp.maximum(bits(y) & arithmetic.EXPONENT, _ONE) + _SHIFT)
+        return ((y + shift) - shift) * scale[:, :, None]
+
+    return [one(a) for a in x]
+
+
+def _subtract_scaled(x: Array, values: Array, scale: Array, interpret: bool) -> Array:
+    """x - values * scale, f32 [R, B, E] and [R, 1], by two exact products, subnormal numbers as 0: the bits of
+    `quads_jax.quant.residual.subtract_scaled`.
+    """
+    high = floats(bits(scale) & _HALF)
+    low = jnp.where(jnp.abs(scale - high) < arithmetic.TINY, 0.0, scale - high)
+    high, low = (jnp.broadcast_to(a[:, :, None], x.shape) for a in (high, low))
+    if interpret:
+        flush = lambda a: jnp.where(jnp.abs(a) < arithmetic.TINY, 0.0, a)  # noqa: E731
+        return flush(flush(x - flush(values * high)) - flush(values * low))
+    ptx = """{ .reg .b32 a, b;
+        mul.rn.ftz.f32 a, $2, $3;
+        mul.rn.ftz.f32 b, $2, $4;
+        sub.rn.ftz.f32 a, $1, a;
+        sub.rn.ftz.f32 $0, a, b; }"""
+    return arithmetic.asm(ptx, 1, jnp.float32, x, values, high, low)

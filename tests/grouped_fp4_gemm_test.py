@@ -1,0 +1,103 @@
+"""The grouped FP4 GEMM without a GPU: its tasks, its proofs, and that proofs see mistakes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fp4_gemm import reference, tiling
+from pallas_kernels.grouped_fp4_gemm import bench, prove
+from pallas_kernels.quantize_residual import prove as quantizer
+
+CASES = dict(prove.cases())
+
+
+def product(x, w, **kwargs):
+    return reference.matmul(x, w, **kwargs)
+
+
+def quantized(x, w, *, residual, mask, **kwargs):
+    """`mosaic.quantized_matmul` by its definition, on the host."""
+
+    def values(x):
+        keep = np.arange(x.shape[1]) < residual
+        keep = keep if mask is None else keep & mask.repeat(16)
+        values, left, scale = quantizer.expected(np.asarray(x, np.float32), keep)
+        return values + left, scale[:, None]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.shape, (x.shape[0], 1))]
+    both, scale = jax.pure_callback(values, shapes, x)
+    parts = both.astype(jnp.bfloat16), (both - both.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
+    return reference.matmul(parts[0], w, residual=parts[1], token_scale=scale, **kwargs)
+
+
+ARGUMENTS = [
+    (40, [8, 0, 17], 33, 48, "W4A16", None),
+    (48, [16, 0, 8], 33, 48, "W4A16", 8),
+    (40, [1, 30, 2], 33, 64, "RAC blocks", None),
+]
+
+
+@pytest.mark.parametrize(("rows", "sizes", "n", "k", "kind", "block"), ARGUMENTS)
+def test_the_reference_passes_the_proofs(rows, sizes, n, k, kind, block):
+    """So the tasks are right, the expected numbers too, and sums are exact in any order."""
+    by = product if kind == "W4A16" else quantized
+    assert prove.exact(rows, sizes, n, k, kind, block=block, product=by) == {"ok": True}
+
+
+def test_a_proof_sees_another_experts_weight():
+    def wrong(x, w, *, group, **kwargs):
+        return reference.matmul(x, w, group=jnp.where(group == 2, 1, group), **kwargs)
+
+    row = prove.exact(40, [8, 0, 17], 33, 48, product=wrong)
+    assert not row["ok"] and min(row["rows_wrong"]) == 8 and max(row["rows_wrong"]) < 25
+
+
+def test_sums_of_the_proofs_are_exact_in_float32():
+    """Every partial sum is a multiple of 2^-5 times the values' unit, below 2^24 of them."""
+    for kind, k in (("W4A4", 2048), ("RAC dense", 768)):
+        x = prove.activations(np.random.default_rng(0), 64, k, kind)
+        values, left, _ = quantizer.expected(x, kind != "W4A4")
+        both = values.astype(np.float64) + left
+        unit = 4.0 if kind != "W4A4" else 32.0
+        assert np.array_equal(both / unit, np.round(both / unit)) and (np.abs(left).max() > 0) == (kind != "W4A4")
+        weights = prove.weights(np.random.default_rng(1), 1, 64, k, prove.FEW_BITS)[2]
+        largest = 5 * np.sqrt(k * np.mean(both**2) * np.mean(weights**2))  # five deviations of a sum
+        assert largest / (unit * 2.0**-5) < 2**24
+
+
+def test_skewed_sizes():
+    sizes = prove.skewed(300, 128)
+    assert sum(sizes) == 300 and sizes.count(0) > 30 and max(sizes) > 60
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_on_a_gpu(name):
+    row = CASES[name]()
+    assert row["ok"], row
+
+
+def test_every_job_has_a_tiling_that_fits(capsys):
+    todo = bench.all_jobs(True, True)
+    assert len(todo) == len({json.dumps(about) for about, _ in todo})
+    for _, job in todo:
+        if job.func is bench.fp4:
+            shape, rows, kind, config = job.args
+            block = bench.block_of(shape, rows)
+            w = jax.eval_shape(lambda s=shape: bench.measure.packed(jax.random.key(0), s))
+            groups = bench.padded_rows(shape, rows) // block
+            config = config or tiling.choose(block, w, kind.startswith("RAC"), groups)
+            tiling.check(config, w, kind.startswith("RAC"), block)
+    row = {"what": "W4A4", "shape": "S", "rows": 16, "us": 2.0, "p10": 1.9, "p90": 2.1, "active": 3, "TB/s": 1.0}
+    row |= {"of_bound": 0.5, "config": "rule"}
+    bench.report(None, [row, row | {"what": "FP8 our kernel", "us": 3.0}])
+    assert "1.50" in capsys.readouterr().out
+
+
+def test_sampled_routing():
+    sizes = np.asarray(jax.jit(bench.routed, static_argnums=(1, 2))(jax.random.key(0), bench.SHAPES[0], 512))
+    assert sizes.sum() == 512 and sizes.max() <= 64  # a token takes an expert once
+    assert np.count_nonzero(sizes) < bench.SHAPES[0].experts
