@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.direct_gemm import reference as direct_reference
 from pallas_kernels.fp4_gemm import layout
 from pallas_kernels.fp4_gemm import reference as fp4_reference
 from pallas_kernels.grouped_gemm import blocked, reference
-from quads_jax.quant.formats import NVFP4, BlockFormat
+from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
@@ -24,27 +25,40 @@ _log = logging.getLogger(__name__)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arranged:
-    """A packed NVFP4 weight [..., N, K] in the FP4 GEMM's order: its arrays have the same leading axes; scale f32
-    [..., 1, 1], fmt and permuted as in `ops.Operand`.
+    """A weight [..., N, K] as a GEMM reads it without decoding it first: NVFP4 in the FP4 GEMM's order, or FP8 and bf16
+    numbers [..., N, K]. Its arrays have the same leading axes; scale f32[..., N or 1, 1] or None, fmt and permuted as
+    in `ops.Operand`.
+
+    layer i32[]: the arrays have a further leading axis L, of all layers, of which this one is meant. A kernel reads it
+    where it lies, while a slice of it would be a copy in every decode step.
     """
 
-    packed: layout.Packed
-    scale: Array
-    fmt: BlockFormat = dataclasses.field(metadata={"static": True})
+    packed: layout.Packed | Array
+    scale: Array | None
+    fmt: BlockFormat | None = dataclasses.field(default=None, metadata={"static": True})
     permuted: bool = dataclasses.field(default=False, metadata={"static": True})
+    layer: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.scale.shape[:-2], self.packed.n, self.packed.k)
+        """Of the weight, or of all layers' where `layer` is not given yet."""
+        if isinstance(self.packed, layout.Packed):
+            lead, matrix = self.packed.words.shape[:-3], (self.packed.n, self.packed.k)
+        else:
+            lead, matrix = self.packed.shape[:-2], self.packed.shape[-2:]
+        return (*(lead if self.layer is None else lead[1:]), *matrix)
 
-
-def can_read_packed(fmt: BlockFormat, dtype: str) -> bool:
-    """Whether the packed GEMMs take weights of a format and this compute dtype."""
-    return fmt == NVFP4 and dtype == "bfloat16"
+    def matrices(self) -> tuple[layout.Packed | Array, Array | None]:
+        """(packed, scales f32[., N or 1]) with all leading axes in one, of all layers."""
+        kept = 3 if isinstance(self.packed, layout.Packed) else 2
+        packed = jax.tree.map(lambda a: a.reshape(-1, *a.shape[a.ndim - kept :]), self.packed)
+        return packed, None if self.scale is None else self.scale.reshape(-1, self.scale.shape[-2])
 
 
 def arrange(w: BlockTensor, permuted: bool) -> Arranged:
-    """A packed weight in the order that the packed GEMMs read."""
+    """A quantized weight for the GEMMs that read its format."""
+    if w.fmt == FP8:
+        return Arranged(jax.lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn), w.global_scale, w.fmt, permuted)
     flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)))
     packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
     return Arranged(packed, w.global_scale, w.fmt, permuted)
@@ -120,9 +134,29 @@ QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
 AUTOMATIC_ON_HOPPER: str | None = None
 
 
+def _direct_mosaic(*args: Any, **kwargs: Any) -> Array:
+    _need_hopper("direct_mosaic", "direct_reference")
+    from pallas_kernels.direct_gemm import mosaic
+
+    return mosaic.matmul(*args, **kwargs)
+
+
+# The same of FP8 and bf16 weights, which need no decoding: signature of `direct_reference`.
+DIRECT_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "direct_reference": direct_reference.matmul,
+    "direct_mosaic": _direct_mosaic,
+}
+
+
+def can_read(implementation: str | None, fmt: BlockFormat | None, dtype: str) -> bool:
+    """Whether the GEMM that `choose_packed` gives takes weights of a format (None: the compute dtype)."""
+    formats = (FP8, None) if implementation in DIRECT_IMPLEMENTATIONS else (NVFP4,)
+    return choose_packed(implementation) is not None and fmt in formats and dtype == "bfloat16"
+
+
 def choose_packed(implementation: str | None) -> Callable[..., Array] | None:
-    """The GEMM of packed weights by name; None where weights are decoded first. An unknown name raises."""
-    return PACKED_IMPLEMENTATIONS.get(_packed_name(implementation))
+    """The GEMM that reads weights as they are stored, by name; None where it gets decoded ones. Unknown names raise."""
+    return (PACKED_IMPLEMENTATIONS | DIRECT_IMPLEMENTATIONS).get(_packed_name(implementation))
 
 
 def choose_quantizing(implementation: str | None) -> Callable[..., Array] | None:
@@ -133,17 +167,16 @@ def choose_quantizing(implementation: str | None) -> Callable[..., Array] | None
 def _packed_name(implementation: str | None) -> str | None:
     if implementation is None and AUTOMATIC_ON_HOPPER is not None and _on_hopper():
         return AUTOMATIC_ON_HOPPER
-    if implementation not in (None, *_names()):
+    if implementation not in (None, *_NAMES):
         raise _unknown(implementation)
     return implementation
 
 
-def _names() -> tuple[str, ...]:
-    return (*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS, *GPU_IMPLEMENTATIONS)
+_NAMES = (*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS, *DIRECT_IMPLEMENTATIONS, *GPU_IMPLEMENTATIONS)
 
 
 def _unknown(name: str) -> ValueError:
-    return ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(_names())}")
+    return ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(_NAMES)}")
 
 
 @functools.cache
@@ -151,7 +184,7 @@ def choose(implementation: str | None) -> Grouped:
     """The grouped GEMM of decoded weights by name; None, or a name of packed ones, takes the fastest measured one and
     logs it once. An unknown name raises.
     """
-    implementation = None if implementation in PACKED_IMPLEMENTATIONS else implementation
+    implementation = None if implementation in (*PACKED_IMPLEMENTATIONS, *DIRECT_IMPLEMENTATIONS) else implementation
     name = "blocked" if implementation is None else implementation
     if name in GPU_IMPLEMENTATIONS:
         return GPU_IMPLEMENTATIONS[name]()

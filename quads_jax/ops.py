@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax.implementations import (  # noqa: F401
+    DIRECT_IMPLEMENTATIONS,
     IMPLEMENTATIONS,
     PACKED_IMPLEMENTATIONS,
     Arranged,
     Grouped,
     arrange,
-    can_read_packed,
+    can_read,
     choose,
     choose_packed,
     choose_quantizing,
@@ -34,7 +35,7 @@ from quads_jax.implementations import (  # noqa: F401
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
-from quads_jax.quant.formats import NVFP4, BlockFormat
+from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
@@ -56,11 +57,15 @@ class Operand:
 _PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel order
 
 
-def padded_groups(group_sizes: Array, rows: int) -> tuple[blocked.Blocks, int]:
+# Rows of a group's block, at least: what batched GEMMs and packed ones waste least with.
+LEAST_BLOCK, LEAST_PACKED_BLOCK = 16, sorted_rows.LEAST_BLOCK
+
+
+def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tuple[blocked.Blocks, int]:
     """M = `rows` rows sorted by group, group_sizes i32[E] -> (layout in groups padded to whole blocks, rows a block):
-    what `grouped_project` takes without moving rows when it is told the block.
+    what `grouped_project` takes without moving rows when it is told the block, which has at least `least` rows.
     """
-    block = blocked.block_rows(rows, group_sizes.shape[0])
+    block = blocked.block_rows(rows, group_sizes.shape[0], least)
     return blocked.blocks_of(group_sizes, rows, block), block
 
 
@@ -105,12 +110,12 @@ def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, BlockTensor):
             return leaf
-        automatic = implementation is None and choose_packed(None) and can_read_packed(leaf.fmt, dtype)
+        automatic = implementation is None and can_read(None, leaf.fmt, dtype)
         if automatic or _reads_packed(leaf, leaf.fmt, dtype, implementation):
             return arrange(leaf, permuted=leaf.layout == _PERMUTED)
         return _decoded(leaf, dtype)
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockTensor))
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockTensor | Arranged))
 
 
 def _decoded(w: BlockTensor, dtype: str) -> Operand:
@@ -206,13 +211,24 @@ def _select(
     if policy == "static":  # the operand is already in channel order
         return jnp.arange(residual.shape[-1]) < channels
     if policy in ("block", "adaptive"):
-        mask = rac.order_mask(_need(order), channels) if policy == "block" else _need(order)
+        mask = _need(order)
+        mask = mask if mask.dtype == bool else rac.order_mask(mask, channels)
         return mask if mask.ndim == 1 else mask[ids]  # a row an expert
     if policy == "token":
         return rac.token_mask(residual, channels)
     rows = residual.reshape(-1, residual.shape[-1])
     scores = rac.residual_scores(rows, None if active is None else active.reshape(-1))
     return rac.order_mask(rac.channel_order(scores, policy), channels)
+
+
+def channel_mask(order: Array, p: LayerPrecision) -> Array:
+    """Of policy block, the channels bool[..., K] that an order i32[..., K] chooses, which products take in its place: a
+    rollout computes it once, not in every step. Of other policies the order.
+    """
+    spec = p.residual
+    if spec is None or spec.policy != "block" or spec.ratio == 0:
+        return order
+    return rac.order_mask(order, rac.num_channels(spec.ratio, order.shape[-1]))
 
 
 def residual_statistics(
@@ -324,18 +340,19 @@ def project(
 
 
 def _reads_packed(w: Any, fmt: BlockFormat | None, dtype: str, implementation: str | None) -> bool:
-    """Whether a product reads its weight packed: where `unpack` chose so, or by name. Raises ValueError where a named
-    implementation cannot.
+    """Whether a product reads its weight as it is stored: where it was arranged so, or by name. Raises ValueError where
+    a named implementation cannot.
     """
-    if fmt is None or choose_packed(implementation) is None:
+    if choose_packed(implementation) is None or (fmt is None and not isinstance(w, Arranged)):
         return False
     if implementation is None:
         return isinstance(w, Arranged)
-    can = isinstance(w, BlockTensor | Arranged) and can_read_packed(fmt, dtype)
+    can = isinstance(w, BlockTensor | Arranged) and can_read(implementation, fmt, dtype)
     if not can:
+        kinds = "FP8 and bf16" if implementation in DIRECT_IMPLEMENTATIONS else "packed NVFP4"
         raise ValueError(
-            f"implementation {implementation} multiplies packed NVFP4 weights in bfloat16, not a {type(w).__name__} "
-            f"under {fmt.name} in {dtype}: pack the weight, or choose implementation None"
+            f"implementation {implementation} multiplies {kinds} weights in bfloat16, not a {type(w).__name__} "
+            f"under {fmt.name if fmt else 'no format'} in {dtype}: pack the weight, or choose implementation None"
         )
     return can
 
@@ -381,44 +398,61 @@ def _raw_activation(x: Array, p: LayerPrecision, order: Array | None, ids: Array
     return x, {"residual": width, "mask": mask[..., ::16]}
 
 
+def _packed_activation(
+    p: LayerPrecision, implementation: str | None, x: Array, order: Array | None, ids: Array | None, active: Any
+) -> tuple[Callable[..., Array], dict[str, Array], dict[str, Any]]:
+    """x [M, K] -> (the GEMM, its arguments with a row a row of x, "x" among them, and others)."""
+    with jax.named_scope("quantize"):
+        quantizing = _quantizing(implementation, p, x.shape[-1])
+        if quantizing is not None:
+            x, how = _raw_activation(x, p, order, ids)
+            by_row = "mask" in how and how["mask"].ndim == 2
+            return quantizing, {"x": x} | ({"mask": how.pop("mask")} if by_row else {}), how
+        xa = _activation(x, p, order, ids, active, "bfloat16")
+        residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
+        rows = {"x": xa.values, "residual": residual, "token_scale": xa.scale}
+        return choose_packed(implementation), {name: a for name, a in rows.items() if a is not None}, {}
+
+
+def _as_stored(x: Array, w: Arranged, p: LayerPrecision) -> Array:
+    """Activations in the dtype that the weight's GEMM takes. Raises ValueError where it would round them."""
+    if w.fmt != FP8:
+        return x.astype(jnp.bfloat16)
+    if p.activation != FP8:
+        raise ValueError(f"{p.weight.name} weights as they are stored take activations of that format: set it")
+    return x.astype(w.packed.dtype)  # the numbers are on its grid already
+
+
 @_without_gradient
 def _project_packed(p, implementation, block, x, w, order, active):
     w, lead = _packed_operand(w, p), x.shape[:-1]
-    packed, channel_scale = jax.tree.map(lambda a: a[None], w.packed), w.scale[..., 0].reshape(1, -1)
-    quantizing = _quantizing(implementation, p, x.shape[-1])
-    flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    if quantizing is not None:
-        x, how = _raw_activation(flat(x), p, order, None)
-        y = quantizing(x, packed, channel_scale=channel_scale, **how)
-        return y.reshape(*lead, y.shape[-1])
-    xa = _activation(x, p, order, None, active, "bfloat16")
-    y = choose_packed(implementation)(
-        flat(xa.values),
-        packed,
-        residual=None if xa.residual is None else flat(xa.residual[..., : xa.residual_width]),
-        token_scale=None if xa.scale is None else flat(xa.scale),
-        channel_scale=channel_scale,
-    )
-    return y.reshape(*lead, y.shape[-1])
+    active = None if active is None else active.reshape(-1)
+    product, rows, how = _packed_activation(p, implementation, x.reshape(-1, x.shape[-1]), order, None, active)
+    count, group = rows["x"].shape[0], None
+    if w.layer is not None:
+        group = w.layer[None]
+        rows = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % LEAST_PACKED_BLOCK), (0, 0))), rows)
+    packed, channel_scale = w.matrices()
+    with jax.named_scope("multiply"):
+        y = product(_as_stored(rows.pop("x"), w, p), packed, channel_scale=channel_scale, group=group, **rows, **how)
+    return y[:count].reshape(*lead, y.shape[-1])
 
 
 @_without_gradient
-def _grouped_packed(p, implementation, block, x, w, sizes, order, active):
+def _grouped_packed(p, implementation, block, x, w, sizes, source, order, active):
     w = _packed_operand(w, p)
-    ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
-    x = jnp.where(inside[:, None], x, 0)  # as in _grouped_fwd
-    how = {"channel_scale": w.scale[..., 0]}
-    product = _quantizing(implementation, p, x.shape[-1])
-    if product is not None:
-        x, residual = _raw_activation(x, p, order, ids)
-        by_row = "mask" in residual and residual["mask"].ndim == 2
-        rows = {"mask": residual.pop("mask")} if by_row else {}
-        how |= residual
+    if source is None:
+        ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
+        x = jnp.where(inside[:, None], x, 0)  # as in _grouped_fwd
+        product, rows, how = _packed_activation(p, implementation, x, order, ids, active)
     else:
-        xa, product = _activation(x, p, order, ids, active, "bfloat16"), choose_packed(implementation)
-        residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
-        x, rows = xa.values, {"residual": residual, "token_scale": xa.scale}
-    return sorted_rows.matmul(product, x, w.packed, sizes, rows=rows, block=block, **how)
+        index, filled = source
+        product, rows, how = _packed_activation(p, implementation, x, order, None, active)
+        rows = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), rows)
+    packed, channel_scale = w.matrices()
+    how |= {"block": block, "first": 0 if w.layer is None else w.layer * w.shape[0], "channel_scale": channel_scale}
+    with jax.named_scope("multiply"):
+        return sorted_rows.matmul(product, _as_stored(rows.pop("x"), w, p), packed, sizes, rows=rows, **how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -462,12 +496,14 @@ def grouped_project(
     active: Array | None = None,
     implementation: str | None = None,
     block: int | None = None,
+    source: tuple[Array, Array] | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
-    divides every group size and M, which saves padding them. implementation: one of IMPLEMENTATIONS, or as in
-    `project`, as is the rest.
+    divides every group size and M, which saves padding them. source (i32[M], bool[M]), with `block` and where
+    `takes_source`: row m is x[source[m]], x f[T, K], or zero; each is quantized once, however many rows read it.
+    implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
     if group_sizes.shape != (experts,) or x.ndim != 2 or x.shape[1] != width:
@@ -475,8 +511,17 @@ def grouped_project(
             f"x {x.shape} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
             "x must be [M, K], group_sizes [E]"
         )
-    if block is not None and x.shape[0] % block:
-        raise ValueError(f"M={x.shape[0]} rows are not a multiple of block={block}: pad every group to whole blocks")
+    rows = x.shape[0] if source is None else source[0].shape[0]
+    if block is not None and rows % block:
+        raise ValueError(f"M={rows} rows are not a multiple of block={block}: pad every group to whole blocks")
+    if source is not None and (block is None or not takes_source(w, p, dtype, implementation)):
+        raise ValueError("this product takes rows in expert order: gather them first")
     if not _reads_packed(w, p.weight, dtype, implementation):
         return _grouped(p, dtype, implementation, block, x, w, group_sizes, order, active)
-    return _grouped_packed(p, implementation, block, x, w, group_sizes, order, active)
+    return _grouped_packed(p, implementation, block, x, w, group_sizes, source, order, active)
+
+
+def takes_source(w: Any, p: LayerPrecision, dtype: str, implementation: str | None) -> bool:
+    """Whether `grouped_project` gathers rows itself: of packed weights, unless channels are chosen from its rows."""
+    online = p.residual is not None and p.residual.policy == "online"
+    return not online and _reads_packed(w, p.weight, dtype, implementation)

@@ -77,7 +77,7 @@ ALLOWED = {
 ARRAY_MATHS = tuple(f"quads_jax.rl.{name}" for name in ("losses", "advantage", "corrections", "kl", "shaping"))
 ARRAY_MATHS_IMPORTS = {"jax", "chex"}
 FLAG_READERS = ("experiments", "launch")
-LAZY_ONLY = {"jax_triton", "triton", "math_verify", "sympy", "jinja2", "tokenizers"}
+LAZY_ONLY = {"jax_triton", "triton", "math_verify", "sympy", "jinja2", "tokenizers", "torch", "transformers"}
 
 
 def within(name: str, package: str) -> bool:

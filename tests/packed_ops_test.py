@@ -10,13 +10,10 @@ import pytest
 
 from pallas_kernels.fp4_gemm import reference as fp4_reference
 from quads_jax import implementations, ops
-from quads_jax.models.decoder import Decoder
-from quads_jax.pack import pack
-from quads_jax.precision import LayerPrecision, recipe
+from quads_jax.precision import LayerPrecision
 from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.residual import compensate
 from quads_jax.quant.tensor import quantize
-from tests import tiny
 from tests.ops_test import SIZES, W4A4, W4A16, K, M, N, as_read, normal, random_orders, relative, with_residual
 
 NAME = "fp4_reference"
@@ -116,25 +113,6 @@ def test_other_activations_are_quantized_before_the_product(monkeypatch):
     quantizing = lambda name: ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
     assert [quantizing(name) for name in ("W4A16", "RAC online", "RAC token")] == [None, None, None]
     assert [quantizing(name) for name in ("W4A4", "RAC 100 %")] == ["a kernel", "a kernel"]
-
-
-def test_a_model_reads_its_weights_packed():
-    """Every GEMM of a rollout's model, in a scan over layers: logits as those of decoded weights."""
-    side = recipe("NAIVE").rollout
-    params = jax.jit(lambda: pack(tiny.params(), {}, side))()
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.MODEL.vocab_size, (2, 6)), jnp.int32)
-
-    def logits(implementation):
-        precision = dataclasses.replace(side, implementation=implementation)
-        leaves = ops.unpack(params, precision.dtype, implementation)
-        decoder = Decoder(tiny.MODEL, precision)
-        return leaves, decoder.apply({"params": leaves, "quant": {}}, tokens, jnp.ones_like(tokens, bool))[0]
-
-    leaves, packed = jax.jit(functools.partial(logits, NAME))()
-    kinds = [type(leaf) for leaf in jax.tree.leaves(leaves, is_leaf=lambda a: isinstance(a, ops.Arranged))]
-    assert kinds.count(ops.Arranged) == 4 and ops.Operand not in kinds  # qkv, o, gate_up, down
-    _, decoded = jax.jit(functools.partial(logits, None))()
-    assert relative(packed, np.float64(decoded)) < 1e-6  # observed: equal; K = 32 leaves sums no other order
 
 
 def test_what_cannot_run_raises():

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import throughput
+from experiments import phases, roofline, throughput, throughput_cells
+from experiments import throughput_report as report
+from experiments.router_load import active_experts, skewed_routes
 from quads_jax.models.decoder import init_params, parameter_count
 from quads_jax.models.presets import MODELS
 from quads_jax.pack import is_packed, pack
@@ -21,13 +23,13 @@ from tests.tiny import MODEL, TASK, params
 
 @pytest.mark.parametrize("n, mean, most", [(512, 256, 2048), (64, 20, 60)])
 def test_tail_lengths_have_the_mean_asked_for_and_a_lognormal_tail(n, mean, most):
-    lengths = throughput.tail_lengths(n, mean, most, 0)
+    lengths = throughput_cells.tail_lengths(n, mean, most, 0)
     assert lengths.mean() == pytest.approx(mean, rel=0.01) and 1 <= lengths.min() and lengths.max() <= most
     inside = np.sort(lengths)[(n // 10) : n // 2].astype(float)  # away from the cuts: the quantiles of N(ln median, 1)
     logs = np.log(inside) - np.log(np.median(lengths))
     expected = [NormalDist().inv_cdf((i + 0.5) / n) for i in range(n // 10, n // 2)]
     np.testing.assert_allclose(logs, expected, atol=0.15)  # observed 0.013 and 0.084: rounding to whole tokens
-    assert (throughput.tail_lengths(n, mean, most, 1) != lengths).any()
+    assert (throughput_cells.tail_lengths(n, mean, most, 1) != lengths).any()
 
 
 @pytest.mark.parametrize("name, billions, active", [("qwen3-30b-a3b", 30.5, 3.3), ("olmoe-1b-7b", 6.9, 1.3)])
@@ -63,19 +65,30 @@ def test_random_weights_are_what_pack_makes_but_for_their_contents(name, policy)
         assert values.ndim < 3 or (values[0] != values[1]).any()  # layers differ
 
 
-def test_a_cell_out_of_memory_is_recorded_and_the_rest_goes_on():
+def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
     def exhausted():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.\nmore")
 
-    row = {"model": "m", "kind": "decode", "recipe": "FP8", "batch": 2, "context": 8} | throughput.measured(exhausted)
-    assert row["failed"] == "out of memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes."
-    assert "out of memory" in throughput.line(row) and "out of memory" in throughput.markdown([row])
-    good = row | {"recipe": "QUADS-50", "tokens_per_s": 4.0, "seconds": 0.5}
-    del good["failed"]
-    peer = good | {"recipe": "FP8", "tokens_per_s": 2.0}
-    entries = throughput.summary([good, peer], {"device": "d"})
+    def uncompiled():
+        raise throughput.NotCompiled("ValueError: K=17")
+
+    row = {"model": "m", "kind": "decode", "recipe": "QUADS-50", "batch": 2, "context": 8}
+    assert throughput.measured(uncompiled) == {"failed": "not compiled: ValueError: K=17"}
+    failed = row | throughput.measured(exhausted)
+    assert failed["failed"] == "out of memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes."
+    assert "out of memory" in report.line(failed) and "out of memory" in report.markdown([failed])
+    good = row | {"tokens_per_s": 4.0, "seconds": 0.5, "bound_seconds": 0.4}
+    peer = good | {"recipe": "FP8", "tokens_per_s": 2.0, "seconds": 1.0}
+    entries = report.summary([good, peer], {"device": "d"})
     assert (entries[0]["peer"], entries[0]["ratio"], entries[0]["device"]) == (2.0, 2.0, "d")
-    assert throughput.summary([row, good], {})[1].get("ratio") is None  # no peer: the cell failed
+    assert "| QUADS-50 | 2 | 8 | 4.0 | 2.00 |  | 500.00 | 1.25x |" in report.markdown([good, peer])
+    assert report.summary([failed, good], {})[1].get("ratio") is None  # no peer: the cell failed
+
+    products = {"kind": "products", "recipe": "FP8 experts", "batch": 2, "context": 0, "layers": 5}
+    products |= {"seconds/own": 0.15, "seconds/library": 0.05}  # the library saves 5 x .1 of the second
+    better = report.fp8_peers([good, peer, products])[("decode", 2, 8)]
+    assert better["seconds"] == pytest.approx(0.5) and better["tokens_per_s"] == pytest.approx(4)
+    assert report.fp8_peers([peer, products | {"seconds/own": 0.01}])[("decode", 2, 8)]["seconds"] == 1.0
 
     def broken():
         raise RuntimeError("something else")
@@ -89,6 +102,8 @@ def test_a_cell_out_of_memory_is_recorded_and_the_rest_goes_on():
     [
         (dict(model="gpt"), "model='gpt' is not one of qwen3-30b-a3b, olmoe-1b-7b, tiny"),
         (dict(batches=()), "batches is empty"),
+        (dict(recipes=(), tail_recipes=()), "recipes and tail_recipes are empty"),
+        (dict(layers=49), "layers=49 must be at most 48"),
         (dict(contexts=(0,)), "contexts=0 must be at least 1"),
         (dict(tail_requests=100), "tail_requests=100 must be a multiple of tail_slots=64"),
         (dict(tail_recipes=("QUADS:0.5:online",)), "policy online chooses"),
@@ -102,8 +117,74 @@ def test_bad_settings_are_refused(change, message):
 
 def test_cells_go_recipe_by_recipe():
     cfg = throughput.ThroughputConfig(
-        recipes=("BF16", "NAIVE"), batches=(2, 3), contexts=(8, 16), tail_recipes=("NAIVE",)
-    )
-    planned = [(what["recipe"], what["kind"]) for what, _ in throughput.cells(cfg, MODEL)]
-    one = ["prefill", "decode", "decode"] * 2
-    assert planned == [("BF16", k) for k in one] + [("NAIVE", k) for k in [*one, "batching"]]
+        recipes=("BF16", "NAIVE"), batches=(2, 3), contexts=(8, 16), tail_recipes=("NAIVE",),
+        wide_recipes=("BF16",), wide_batches=(1,), wide_contexts=(32,),
+    )  # fmt: skip
+    groups = list(throughput.cells(cfg, MODEL))
+    assert [p.implementation for p, _ in groups] == ["direct_mosaic", "fp4_mosaic"]
+    planned = [[tuple(c.what.get(n) for n in ("kind", "batch", "context")) for c in group] for _, group in groups]
+    one = [("decode", b, c) for c in (8, 16) for b in (2, 3)]
+    prefill = [("prefill", None, c) for c in (8, 16)]
+    assert planned[0] == [*one, ("decode", 1, 8), ("decode", 2, 32), ("decode", 3, 32), *prefill]
+    assert planned[1] == [*one, *prefill, ("batching", 64, None)]
+
+
+def test_experts_are_as_popular_as_published():
+    model = dataclasses.replace(MODELS["qwen3-30b-a3b"], layers=2)
+    routes = jax.jit(lambda: skewed_routes(jax.random.key(0), model, 20, 128))()
+    assert routes.shape == (20, 128, 1, 2, 8) and routes.dtype == np.int8
+    ids = np.sort(np.asarray(routes).reshape(-1, 2, 8), axis=-1)
+    assert (ids[..., 1:] > ids[..., :-1]).all()  # no expert twice
+    counts = [np.bincount(ids[:, layer].ravel(), minlength=128) for layer in range(2)]
+    assert (np.argsort(counts[0]) != np.argsort(counts[1])).any()
+    for share in (np.sort(c)[::-1] / c.sum() for c in counts):
+        assert share[0] == pytest.approx(0.043, abs=0.015)
+        assert np.searchsorted(np.cumsum(share), 0.9) + 1 == pytest.approx(65, abs=3)
+        kept = share[share > 0]
+        assert 1 + (kept * np.log(kept)).sum() / np.log(128) == pytest.approx(0.111, abs=0.01)
+    few = np.int8([[[[[0, 1]]], [[[1, 2]]]], [[[[5, 4]]], [[[4, 5]]]]])  # 2 rounds of 2 tokens: 3 experts, then 2
+    assert active_experts(few, 8) == 2.5
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "olmoe-1b-7b"])
+def test_a_step_reads_every_parameter_once(name):
+    """All experts in use, no context: BF16 reads 2 bytes of all parameters but norms and embedding, the router 4."""
+    model = MODELS[name]
+    shapes = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    layer = shapes["run_0"]
+    gemms = parameter_count((layer["attention"]["qkv"], layer["attention"]["out"], layer["moe"]["experts"]))
+    gemms += parameter_count(shapes["head"])
+    parts = roofline.decode_bytes(model, recipe("BF16").rollout, 16, 0, model.experts)
+    assert sum(parts.values()) == 2 * gemms + 4 * parameter_count(layer["moe"]["router"])
+    keys = roofline.decode_bytes(model, recipe("BF16").rollout, 16, 512, 0)["keys and values"]
+    assert keys == 2 * 16 * 512 * model.layers * 2 * model.kv_heads * 128
+    four = roofline.decode_bytes(model, recipe("NAIVE").rollout, 16, 0, model.experts)
+    assert four["experts"] / parts["experts"] == 9 / 32 and four["head"] == parts["head"]
+
+
+HLO = """
+  %fusion.3 = bf16[2]{0} fusion(%p), metadata={op_name="jit(f)/while/body/run_0/while/body/attention/qkv/quantize/max"}
+  %custom-call.7 = f32[2]{0} custom-call(%fusion.3), metadata={op_name="jit(f)/run_0/moe/experts/multiply/pallas_call"}
+  ROOT %gather.1 = f32[2]{0} gather(%x), metadata={op_name="jit(f)/run_0/moe/gather" source_line=3}
+"""
+TRACE = """
+planes { name: "/device:GPU:0" lines { name: "Stream #13(Compute)" timestamp_ns: 1000
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "fusion.3" } }
+  events { metadata_id: 2 offset_ps: 5000000 duration_ps: 8000000 stats { metadata_id: 1 str_value: "custom-call.7" } }
+  events { metadata_id: 3 offset_ps: 12000000 duration_ps: 2000000 }
+  events { metadata_id: 4 offset_ps: 20000000 duration_ps: 1000000 } }
+  lines { name: "XLA Modules" timestamp_ns: 1000 events { metadata_id: 4 offset_ps: 0 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "fusion_3" } } event_metadata { key: 2 value { id: 2 name: "fp4_gemm" } }
+  event_metadata { key: 3 value { id: 3 name: "gather_1" } } event_metadata { key: 4 value { id: 4 name: "nvjet_x" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }
+planes { name: "/host:CPU" lines { name: "Stream #1" events { metadata_id: 1 duration_ps: 5 } } }
+"""
+
+
+def test_a_trace_by_phases():
+    found = list(phases.kernels(jax.profiler.ProfileData.from_text_proto(TRACE)))
+    assert [k.name for k in found] == ["fusion_3", "fp4_gemm", "gather_1", "nvjet_x"]
+    spent = phases.summed(found, phases.instruction_phases(HLO), rounds=2)
+    us = {name: 1e6 * value for name, value in spent.items() if value and name != "launches"}
+    expected = {"quantize": 2, "expert GEMM": 4, "routing": 1, "dense GEMM": 0.5, "unattributed": 0.5, "busy": 7}
+    assert us == pytest.approx(expected) and spent["launches"] == 2  # busy: 4 + 8 + 1 beyond it + 1, of 2 rounds

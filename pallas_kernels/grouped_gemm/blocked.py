@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_gemm.reference import row_groups
+from pallas_kernels.grouped_gemm.reference import group_ends, row_groups
 
 
 def block_rows(rows: int, groups: int, least: int = 16) -> int:
@@ -37,10 +37,10 @@ def blocks_of(group_sizes: jax.Array, rows: int, block: int) -> Blocks:
     """The padded layout of M = `rows` rows sorted by group, group_sizes i32[E]: P = block * (ceil(M / block) + E)."""
     padded = block * (-(-rows // block) + group_sizes.shape[0])
     sizes = (group_sizes + block - 1) // block * block
-    first = jnp.cumsum(sizes) - sizes
+    first = group_ends(sizes) - sizes
     ids, _ = row_groups(sizes, padded, block)
     inside = jnp.arange(padded) - first[ids]
-    row = (jnp.cumsum(group_sizes) - group_sizes)[ids] + inside
+    row = (group_ends(group_sizes) - group_sizes)[ids] + inside
     return Blocks(sizes, first, jnp.clip(row, 0, rows - 1), inside < group_sizes[ids])
 
 
@@ -52,7 +52,7 @@ def pad(x: jax.Array, b: Blocks) -> jax.Array:
 def unpad(y: jax.Array, b: Blocks, group_sizes: jax.Array, rows: int) -> jax.Array:
     """[P, N] in padded groups -> [M, N] in M = `rows` sorted rows, zeros in rows outside groups."""
     ids, inside = row_groups(group_sizes, rows)
-    slot = b.first[ids] + jnp.arange(rows) - (jnp.cumsum(group_sizes) - group_sizes)[ids]
+    slot = b.first[ids] + jnp.arange(rows) - (group_ends(group_sizes) - group_sizes)[ids]
     return jnp.where(inside[:, None], y[jnp.where(inside, slot, 0)], jnp.zeros((), y.dtype))
 
 

@@ -11,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from quads_jax import ops
 from quads_jax.models.config import ModelConfig, check_model
-from quads_jax.models.layers import MLP, Attention, RMSNorm, embed, fan_in_init, linear, weight
+from quads_jax.models.layers import GEMM_ROLES, MLP, STACKS, Attention, RMSNorm, embed, fan_in_init, linear, weight
 from quads_jax.models.moe import MoE
 from quads_jax.models.routes import RECORDED, REPLAYED
 from quads_jax.precision import Precision
@@ -110,6 +111,7 @@ class Decoder(nn.Module):
             scanned = nn.scan(
                 Block,
                 variable_axes=dict.fromkeys(SCANNED, 0),
+                variable_broadcast=STACKS,
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=length,
@@ -158,6 +160,39 @@ def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs
             query = index + jnp.arange(tokens.shape[1])
             mask = (slots[None, :] <= query[:, None])[None, None] & key_valid[:, None, None, :]
     return Inputs(positions, valid, active, mask, index, prefill)
+
+
+def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str, Any]:
+    """Variables of `Decoder.apply` for packed parameters: decoded once, or arranged where the precision's
+    implementation reads weights as they are stored. Arranged weights of a run's layers stay one array a projection,
+    in the collection STACKS. Channel orders become masks where masks are all that is read of them.
+    """
+    stacks: dict[str, Any] = {}
+
+    def one(path: tuple, leaf: Any) -> Any:
+        names = tuple(k.key for k in path)
+        role = GEMM_ROLES.get(names[-2:])
+        if not names[0].startswith("run_") or role is None:
+            return leaf
+        if not isinstance(leaf, ops.Arranged):
+            if precision.implementation not in ops.DIRECT_IMPLEMENTATIONS or precision.role(role).weight is not None:
+                return leaf
+            leaf = ops.Arranged(leaf.astype(precision.dtype), None)
+        at = stacks
+        for name in names[:-1]:
+            at = at.setdefault(name, {})
+        at[names[-1]] = leaf
+        return jnp.arange(leaf.shape[0], dtype=jnp.int32)
+
+    leaves = ops.unpack(params, precision.dtype, precision.implementation)
+    known = lambda leaf: isinstance(leaf, ops.Operand | ops.Arranged)  # noqa: E731
+    params = jax.tree_util.tree_map_with_path(one, leaves, is_leaf=known)
+
+    def mask(path: tuple, order: Array) -> Array:
+        return ops.channel_mask(order, precision.role(GEMM_ROLES[tuple(k.key for k in path[-2:])]))
+
+    quant = jax.tree_util.tree_map_with_path(mask, quant)
+    return {"params": params, "quant": quant} | ({STACKS: stacks} if stacks else {})
 
 
 def init_params(cfg: ModelConfig, key: Array) -> Any:

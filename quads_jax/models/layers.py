@@ -6,8 +6,9 @@ Glossary: B sequences, T time, D model width, F expert width, E experts, K contr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +20,7 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision
 
 Array = jax.Array
+STACKS = "stacks"  # linen collection: weights of all layers of a run, which every layer reads where they lie
 ONE_HOT_VOCAB = 1024  # the largest vocabulary whose embedding gradient is a matrix product
 
 # (module, leaf) -> layer role: every GEMM weight that a `Precision` can quantize.
@@ -48,9 +50,12 @@ def weight(
     """The module's parameter: the existing leaf as it is (an array, or one of `ops` and `quant`), or a new f32 array at
     init.
 
-    `axes` are its logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
+    A weight in the collection STACKS holds all layers; the parameter is then the index of this one. `axes` are its
+    logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
     in use.
     """
+    if module.has_variable(STACKS, name):
+        return dataclasses.replace(module.get_variable(STACKS, name), layer=module.get_variable("params", name))
     if module.has_variable("params", name):
         return module.get_variable("params", name)
     return nn.unbox(module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape)))
@@ -96,10 +101,12 @@ def linear(
     active: Array | None = None,
     sizes: Array | None = None,
     block: int | None = None,
+    source: tuple[Array, Array, Callable[[Array], Array]] | None = None,
 ) -> Array:
     """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
 
-    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block: divides every size. active bool[...]:
+    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block: divides every size. source: x is not
+    sorted yet: index and filled as `ops.grouped_project` takes them, and a function that sorts it. active bool[...]:
     rows that count in channel statistics. Reads the channel order `quant/<path>/<name>`; while the collection `stats`
     is mutable, writes the mean residual a channel there; while `inputs` is, (x [M, K] with zeros in rows that do
     not count, sizes).
@@ -107,6 +114,13 @@ def linear(
     w = weight(module, name, shape, axes)
     layer = precision.role(GEMM_ROLES[module.name, name])
     order = module.get_variable("quant", name) if layer.needs_order and module.has_variable("quant", name) else None
+    how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
+    if source is not None:
+        *rows, take = source
+        measured = module.is_mutable_collection("stats") or module.is_mutable_collection("inputs")
+        if not measured and ops.takes_source(w, layer, precision.dtype, precision.implementation):
+            return ops.grouped_project(x, w, sizes, layer, block=block, source=tuple(rows), **how)
+        x = take(x)
     if module.is_mutable_collection("stats") and layer.activation is not None:
         groups = sizes if name == "down" else None
         flat = None if active is None else active.reshape(-1)
@@ -115,7 +129,6 @@ def linear(
     if module.is_mutable_collection("inputs"):
         counted = x if active is None else jnp.where(active[..., None], x, 0)
         module.put_variable("inputs", name, (counted.reshape(-1, x.shape[-1]), sizes))
-    how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
     if sizes is None:
         return ops.project(x, w, layer, **how)
     return ops.grouped_project(x, w, sizes, layer, block=block, **how)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.layers import MLP, fan_in_init, linear, swiglu, take_last, weight
+from quads_jax.models.layers import MLP, STACKS, fan_in_init, linear, swiglu, take_last, weight
 from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED, ids_dtype
 from quads_jax.precision import Precision
 
 Array = jax.Array
+MOST_COMPARED = 2048  # (token, choice) pairs whose ranks come from comparing all with all
 LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
@@ -57,13 +58,24 @@ class Dispatch(NamedTuple):
     block: int
 
 
-def dispatch_of(ids: Array, experts: int) -> Dispatch:
-    """Expert ids i32[M,k] -> where every pair goes. Within an expert, rows keep the order of the tokens."""
+def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispatch:
+    """Expert ids i32[M,k] -> where every pair goes, in blocks of at least `least` rows. Within an expert, rows keep the
+    order of the tokens.
+    """
     flat = ids.reshape(-1)
     counts = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    layout, block = ops.padded_groups(counts, flat.size, least)
+    if flat.size <= MOST_COMPARED:
+        before = jnp.tril(flat[:, None] == flat, -1)  # a launch on a GPU, where sorting takes several
+        slot = layout.first[flat] + jnp.sum(before, axis=1, dtype=jnp.int32)
+        held = jnp.arange(flat.size, dtype=jnp.int32) + 1
+        if layout.row.size * flat.size <= MOST_COMPARED**2:
+            pair = jnp.sum(jnp.where(slot == jnp.arange(layout.row.size)[:, None], held, 0), axis=1) - 1
+        else:
+            pair = jnp.full_like(layout.row, -1).at[slot].set(held - 1, unique_indices=True)
+        return Dispatch(slot, jnp.maximum(pair, 0), pair >= 0, layout.sizes, block)
     by_expert = jnp.argsort(flat, stable=True)
     rank = jnp.zeros_like(flat).at[by_expert].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
-    layout, block = ops.padded_groups(counts, flat.size)
     slot = layout.first[flat] + rank - (jnp.cumsum(counts) - counts)[flat]
     return Dispatch(slot, by_expert[layout.row], layout.filled, layout.sizes, block)
 
@@ -109,7 +121,7 @@ to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts over rows in expert order: x [P,D] laid out by `d` -> f32[P,D]."""
+    """E SwiGLU experts over rows in expert order: tokens x [M,D], which `d` lays out -> f32[P,D]."""
 
     cfg: ModelConfig
     precision: Precision
@@ -119,7 +131,8 @@ class Experts(nn.Module):
         c, p = self.cfg, self.precision
         groups = {"active": active, "sizes": d.sizes, "block": d.block}
         shape = (c.experts, 2 * c.d_expert, c.d_model)
-        up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, **groups)
+        source = d.pair // c.top_k, d.filled, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
+        up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
         return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
 
@@ -148,10 +161,11 @@ class MoE(nn.Module):
             own = ids if replayed is None else preferred(probs, c.top_k)
             self.put_variable(RECORDED, "ids", own.astype(ids_dtype(c)).reshape(*x.shape[:2], c.top_k))
 
-        d = dispatch_of(ids, c.experts)
+        stored = "experts" in self.variables.get(STACKS, {})
+        d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         moves = d.slot, d.pair, d.filled
         rows_active = d.filled if active is None else d.filled & active.reshape(-1)[d.pair // c.top_k]
-        rows = Experts(c, self.precision, name="experts")(to_experts(tokens, *moves), d, rows_active)
+        rows = Experts(c, self.precision, name="experts")(tokens, d, rows_active)
         y = to_tokens(rows, gates, *moves)
 
         if c.d_shared:

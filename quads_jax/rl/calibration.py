@@ -35,7 +35,8 @@ def channel_statistics(
     Measured under `precision` without compensation or permutation, in the natural channel order. Returns the tree of
     those GEMM leaves, of f32[L,K] each, or f32[L,E,K] for an expert's own input (`down`).
     """
-    plain = dataclasses.replace(precision, **{r: _plain(precision.role(r)) for r in ROLES})
+    roles = {r: _plain(precision.role(r)) for r in ROLES}
+    plain = dataclasses.replace(precision, **roles, implementation=None)  # masters are read as no packed weight is
     _, collected = Decoder(model, plain).apply({"params": params}, tokens, valid, active=valid, mutable=["stats"])
     return collected["stats"]
 

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quads_jax import ops
 from quads_jax.models import routes
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.decoder import Cache, Decoder, init_cache
+from quads_jax.models.decoder import Cache, Decoder, init_cache, rollout_variables
 from quads_jax.precision import ROLES, Precision
 from quads_jax.rl.sampling import SamplingConfig, sample
 from quads_jax.rl.types import RolloutBatch
@@ -158,7 +157,7 @@ def run_queue(
     p = plan(prompts.shape, sampling.max_new_tokens, slots, group, chunk)
     before = ((0, 0), (p.width - prompts.shape[1], 0))
     queue = _Queue.of(jnp.pad(prompts, before), jnp.pad(prompt_valid, before), key, limits, ids, p)
-    variables = {"params": ops.unpack(params, precision.dtype), "quant": quant}
+    variables = rollout_variables(params, quant, precision)
     record = routes.moe_layers(model) > 0
     forward = functools.partial(routes.apply, Decoder(model, precision), variables, record=record, last_only=True)
     draw = functools.partial(_draw, queue=queue, sampling=sampling, pad_id=pad_id)

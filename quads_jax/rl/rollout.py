@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quads_jax import ops
 from quads_jax.models import routes
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.decoder import Decoder, init_cache
+from quads_jax.models.decoder import Decoder, init_cache, rollout_variables
 from quads_jax.models.layers import take_last
 from quads_jax.precision import Precision
 from quads_jax.rl.sampling import SamplingConfig, processed_logprobs, sample
@@ -50,9 +49,7 @@ def rollout(
     prompts, prompt_valid = jnp.asarray(prompts), jnp.asarray(prompt_valid)
     rows, prompt_len = prompts.shape
     steps = sampling.max_new_tokens
-    params = ops.unpack(params, precision.dtype, precision.implementation)
-    decoder = Decoder(model, precision)
-    variables = {"params": params, "quant": quant}
+    decoder, variables = Decoder(model, precision), rollout_variables(params, quant, precision)
     forward = functools.partial(routes.apply, decoder, variables, record=routes.moe_layers(model) > 0, last_only=True)
     row_keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(jnp.arange(rows))
     stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)

@@ -1,0 +1,159 @@
+"""Tables and pictures of what throughput measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.phases import PHASES
+
+Row = dict[str, Any]
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    head = f"{row['kind']:9s} {row['recipe']:16s} " + " ".join(
+        f"{name} {row[name]}" for name in ("batch", "context") if name in row
+    )
+    if "failed" in row:
+        return f"{head}: {row['failed']}"
+    text = f"{head}: {row['tokens_per_s']:,.1f} tokens/s"
+    if row["kind"] == "batching":
+        return text + f", static {row['static_tokens_per_s']:,.1f}, ratio {row['ratio']:.2f}"
+    text += f", {1e3 * row['seconds']:.2f} ms"
+    parts = [f"{k.partition('/')[2]} {1e3 * v:.2f}" for k, v in row.items() if k.startswith("seconds/")]
+    return text + (f" ({', '.join(parts)} ms)" if parts else "")
+
+
+def summary(rows: list[Row], source: Row) -> list[Row]:
+    """The list of DESIGN's results: prefill and decode beside FP8 of the same cell, batching beside static."""
+    out, peers = [], fp8_peers(rows)
+    for row in rows:
+        what = f"{row['model']}, {row['kind']}, {row['recipe']}"
+        what += "".join(f", {name} {row[name]}" for name in ("batch", "context") if name in row)
+        entry = {"what": what, "value": row.get("tokens_per_s"), "unit": "tokens/s"}
+        peer = row.get("static_tokens_per_s")
+        if "context" in row:
+            peer = peers.get(_cell(row), {}).get("tokens_per_s")
+        if peer and entry["value"]:
+            entry |= {"peer": peer, "ratio": entry["value"] / peer}
+        out.append(entry | {k: v for k, v in row.items() if k not in ("kind", "model", "recipe")} | source)
+    return out
+
+
+def fp8_peers(rows: list[Row]) -> dict[tuple, Row]:
+    """Cell -> its FP8 row. Where XLA multiplies faster than the kernel that the step used, by the products' own rows,
+    the row is of a step that is shorter by the difference ("seconds_kernel" keeps the measured one).
+    """
+    peers, saved = {}, {}
+    for row in rows:
+        if row["kind"] == "products" and "failed" not in row:
+            gain = max(row["seconds/own"] - row["seconds/library"], 0.0)
+            saved[row["batch"]] = saved.get(row["batch"], 0.0) + gain * row["layers"]
+    for row in rows:
+        if row["recipe"] == "FP8" and "context" in row and "failed" not in row:
+            less = saved.get(row.get("batch"), 0.0) if row["kind"] == "decode" else 0.0
+            seconds = row["seconds"] - less
+            speed = row["tokens_per_s"] * row["seconds"] / seconds
+            peers[_cell(row)] = row | {"seconds": seconds, "tokens_per_s": speed, "seconds_kernel": row["seconds"]}
+    return peers
+
+
+def markdown(rows: list[Row]) -> str:
+    """Tables of what was measured. Decode: times of FP8 and W4A4 over a cell's, the step over its least time, launches
+    of kernels, and milliseconds of phases; of attention, of implementations.
+    """
+    timed = [r for r in rows if r["kind"] != "batching"]
+    names = ["what", "recipe", "batch", "context", "tokens/s", "over FP8", "over W4A4", "ms", "bound", "launches"]
+    names += [*PHASES, "gaps"]
+    lines = [f"| {' | '.join(names)} |", "| --- | --- |" + " ---: |" * (len(names) - 2)]
+    peers = {(r["recipe"], *_cell(r)): r for r in timed} | {("FP8", *key): r for key, r in fp8_peers(rows).items()}
+    for row in timed:
+        head = f"| {row['kind']} | {row['recipe']} | {row.get('batch', row.get('rows', ''))} | {row['context']} |"
+        if "failed" in row:
+            lines.append(f"{head} {row['failed']} |")
+            continue
+        over = [_ratio(row, peers.get((name, *_cell(row)))) for name in ("FP8", "NAIVE")]
+        bound = f"{row['seconds'] / row['bound_seconds']:.2f}x" if "bound_seconds" in row else ""
+        parts = [*(row.get(f"seconds/{name}") for name in PHASES), row.get("gap_seconds")]
+        if row["kind"] in ("attention", "products"):
+            parts = [f"{k.partition('/')[2]} {1e3 * v:.3f}" for k, v in row.items() if k.startswith("seconds/")]
+        else:
+            parts = ["" if value is None else f"{1e3 * value:.2f}" for value in parts]
+        launches = f"{row['launches']:.0f}" if "launches" in row else ""
+        cells = [f"{row['tokens_per_s']:,.1f}", *over, f"{1e3 * row['seconds']:.2f}", bound, launches, *parts]
+        lines.append(f"{head} {' | '.join(cells)} |")
+    if not any(row["kind"] == "batching" for row in rows):
+        return "\n".join(lines) + "\n"
+    lines += ["", "| recipe | slots | continuous, tokens/s | static | ratio | steps, static's, at least | lengths |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | --- | --- |")
+    for row in (r for r in rows if r["kind"] == "batching"):
+        if "failed" in row:
+            lines.append(f"| {row['recipe']} | {row['batch']} | {row['failed']} | | | | |")
+            continue
+        steps = f"{row['steps']}, {row['static_steps']}, {row['steps_at_least']}"
+        lengths = f"mean {row['mean_length']:.0f}, median {row['median_length']:.0f}, longest {row['longest']}"
+        lines.append(
+            f"| {row['recipe']} | {row['batch']} | {row['tokens_per_s']:,.1f} | {row['static_tokens_per_s']:,.1f} | "
+            f"{row['ratio']:.2f} | {steps} | {lengths} of {row['requests']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row) -> tuple:
+    return row["kind"], row.get("batch"), row["context"]
+
+
+def _ratio(row: Row, peer: Row | None) -> str:
+    """A peer's seconds over the row's, where both were measured."""
+    return f"{peer['seconds'] / row['seconds']:.2f}" if peer and "seconds" in peer else ""
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Decode speed by recipe, a group of bars a batch and context; a step's phases, traced, with gaps between kernels
+    and the least time; continuous beside static where measured.
+    """
+    from matplotlib.figure import Figure  # without pyplot, so Agg draws
+
+    decoded = [r for r in rows if r["kind"] == "decode" and "failed" not in r]
+    tails = [r for r in rows if r["kind"] == "batching" and "failed" not in r]
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    (left, right), (below, unused) = figure.subplots(2, 2, width_ratios=(3, 1))
+    unused.axis("off")
+    _draw_phases(below, [r for r in decoded if "gap_seconds" in r])
+    groups = list(dict.fromkeys((r["batch"], r["context"]) for r in decoded))
+    recipes = list(dict.fromkeys(r["recipe"] for r in decoded))
+    for i, recipe in enumerate(recipes):
+        mine = [r for r in decoded if r["recipe"] == recipe]
+        at = [
+            groups.index((r["batch"], r["context"])) + (i - len(recipes) / 2 + 0.5) * 0.8 / len(recipes) for r in mine
+        ]
+        left.bar(at, [r["tokens_per_s"] for r in mine], 0.8 / len(recipes), label=recipe)
+    left.set(ylabel="decode, tokens/s", xticks=range(len(groups)))
+    left.set_xticklabels([f"batch {b}\ncontext {c}" for b, c in groups])
+    for i, row in enumerate(tails):
+        for j, key in enumerate(("static_tokens_per_s", "tokens_per_s")):
+            name = ("static", "continuous")[j] if i == 0 else None
+            right.bar(i + 0.4 * j, row[key], 0.4, color=("#999999", "#0072b2")[j], label=name)
+    right.set(ylabel="useful tokens/s, long-tailed lengths", xticks=[i + 0.2 for i in range(len(tails))])
+    right.set_xticklabels([r["recipe"] for r in tails])
+    for ax in (left, right, below):
+        ax.spines[["top", "right"]].set_visible(False)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_phases(axes: Any, rows: list[Row]) -> None:
+    names = [f"{r['recipe']}\nB {r['batch']}\nC {r['context']}" for r in rows]
+    base = [0.0] * len(rows)
+    for phase in (*PHASES, "gaps"):
+        part = [1e3 * (r["gap_seconds"] if phase == "gaps" else r[f"seconds/{phase}"]) for r in rows]
+        axes.bar(range(len(rows)), part, bottom=base, label=phase, color="#dddddd" if phase == "gaps" else None)
+        base = [a + b for a, b in zip(base, part, strict=True)]
+    if rows:
+        axes.scatter(
+            range(len(rows)), [1e3 * r["bound_seconds"] for r in rows], marker="_", s=300, c="k", label="bound"
+        )
+    axes.set(ylabel="a decode step, ms", xticks=range(len(rows)))
+    axes.set_xticklabels(names, fontsize=6)

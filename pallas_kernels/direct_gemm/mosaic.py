@@ -1,0 +1,211 @@
+"""The direct GEMM on Hopper as a Pallas Mosaic GPU kernel, in the FP4 kernel's plan: weights are the M operand of
+wgmma, tokens the N operand, one warpgroup copies and two multiply. Weights go from shared memory to the tensor cores.
+
+FP8 products are summed by the tensor cores, whose sums keep fewer bits than float32: as every FP8 library on Hopper
+does that does not add parts of K elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat
+from pallas_kernels.compat import plgpu
+from pallas_kernels.direct_gemm import reference
+from pallas_kernels.fp4_gemm import decode
+from pallas_kernels.fp4_gemm.layout import TILE
+from pallas_kernels.fp4_gemm.reference import epilogue, row_groups
+
+TOKEN_TILES = (8, 16, 32, 64, 128)
+_WARPGROUPS = 2  # that multiply, in a block of threads
+_ROW_BYTES = 256  # of a row and a stage
+_ROWS = _WARPGROUPS * TILE  # of N in a block of threads
+_STAGES = 3
+_BLOCKS = 240  # of threads that keep the device busy: two a multiprocessor
+
+
+class Config(NamedTuple):
+    """tokens: rows of x that a block of threads multiplies; columns: 64-channel tiles of K a stage; stages: buffers in
+    shared memory; splits: parts of K.
+    """
+
+    tokens: int
+    columns: int
+    stages: int
+    splits: int
+
+
+def matmul(
+    x: Array,
+    w: Array,
+    *,
+    token_scale: Array | None = None,
+    channel_scale: Array | None = None,
+    group: Array | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    interpret: bool = False,
+) -> Array:
+    """`reference.matmul` on a Hopper GPU, up to the order and, of FP8, the precision of sums. interpret: what Pallas'
+    interpreter can run, for tests. Raises ValueError also for sizes that do not fill the kernel's tiles, RuntimeError
+    if JAX is too old.
+    """
+    reference.check(x, w, group, out_dtype)
+    m, groups = x.shape[0], None if group is None else group.shape[0]
+    c = choose(m // (groups or 1), w, groups)
+    x = jnp.pad(x, ((0, -m % c.tokens), (0, 0)))
+    tiles = None if group is None else jnp.repeat(group, m // groups // c.tokens)
+    if c.splits > 1:
+        y = jnp.sum(_run(c, x, w, tiles, None, jnp.float32, interpret), axis=0)[:m]
+        return epilogue(y, token_scale, channel_scale, row_groups(group, m), out_dtype)
+    token = jnp.ones((m,), jnp.float32) if token_scale is None else token_scale[:, 0]
+    channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
+    scales = jnp.pad(token, (0, -m % c.tokens)), channel
+    return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), interpret)[0, :m]
+
+
+def choose(rows: int, w: Array, groups: int | None) -> Config:
+    """The tiling for `rows` rows, or `groups` blocks of as many each: the smallest token tile that holds the rows, as
+    few parts of K as occupy the device.
+    """
+    _, n, k = w.shape
+    columns = _ROW_BYTES // w.dtype.itemsize // TILE
+    if n % _ROWS or k % (columns * TILE):
+        raise ValueError(f"N={n}, K={k} of {w.dtype} are not multiples of {_ROWS} and {columns * TILE}: pad the weight")
+    fits = [t for t in TOKEN_TILES if groups is None or rows % t == 0]
+    if not fits:
+        raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")
+    tokens = next((t for t in fits if t >= rows), fits[-1])
+    blocks = n // _ROWS * -(-rows // tokens) * (groups or 1)
+    steps = k // (columns * TILE)
+    splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
+    return Config(tokens, columns, _STAGES, next((s for s in splits if s * blocks >= _BLOCKS), splits[-1]))
+
+
+def _run(
+    c: Config,
+    x: Array,
+    w: Array,
+    group: Array | None,
+    scales: tuple[Array, Array] | None,
+    out_dtype: DTypeLike,
+    interpret: bool,
+) -> Array:
+    """x [M', K], w [E, N, K], group i32[M' / tokens], scales (f32[M'], f32[E, N or 1]) -> out_dtype[splits, M', N]."""
+    compat.check_version()
+    m_tiles, row_groups = x.shape[0] // c.tokens, w.shape[1] // _ROWS
+    width = c.columns * TILE
+    operands = {"x": x, "w": w} | ({} if group is None else {"group": group})
+    if scales is not None:
+        operands |= {"token": scales[0], "channel": scales[1]}
+    lines = plgpu.TilingTransform((8, 128 // x.dtype.itemsize)), plgpu.SwizzleTransform(128)  # rows of 128 bytes
+    scratch = {
+        "x_smem": plgpu.SMEM((c.stages, c.tokens, width), x.dtype, transforms=lines),
+        "w_smem": plgpu.SMEM((c.stages, _ROWS, width), x.dtype, transforms=lines),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=c.stages),
+    }
+
+    def body(*refs, **smem):
+        tile = _Tile(c, dict(zip(operands, refs, strict=False)), refs[len(operands)], smem, interpret)
+        wg = lax.axis_index("wg")
+        pl.when(wg == _WARPGROUPS)(tile.produce)
+        pl.when(wg < _WARPGROUPS)(tile.consume)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((c.splits, x.shape[0], w.shape[1]), out_dtype),
+        scratch_types=scratch,
+        grid=(m_tiles * row_groups * c.splits,),
+        grid_names=("block",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=compat.mosaic.LoweringSemantics.Warpgroup),
+        kernel_name="fp8_gemm" if x.dtype.itemsize == 1 else "bf16_gemm",
+    )
+    return kernel(*operands.values())
+
+
+class _Tile:
+    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others, 64 rows of N each."""
+
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], interpret: bool):
+        self.interpret = interpret
+        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+        m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // _ROWS
+        index = lax.axis_index("block")
+        self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
+        rest = lax.div(index, m_tiles)
+        self.n, self.split = lax.rem(rest, row_groups), lax.div(rest, row_groups)
+        self.tokens = pl.ds(self.m * c.tokens, c.tokens)
+        self.width = c.columns * TILE
+        self.count = gmem["x"].shape[1] // self.width // c.splits
+        self.first, self.matrix = self.split * self.count, 0
+        if "group" in gmem:
+            group = gmem["group"][self.m]
+            self.matrix = jnp.maximum(group, 0)
+            self.count = jnp.where(group < 0, 0, self.count)
+
+    def produce(self) -> None:
+        """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
+        stages, smem = self.c.stages, self.smem
+
+        def step(i, slot):
+            columns = pl.ds((self.first + i) * self.width, self.width)
+            pl.when(i >= stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            for name, source in (
+                ("w_smem", self.gmem["w"].at[self.matrix, pl.ds(self.n * _ROWS, _ROWS), columns]),
+                ("x_smem", self.gmem["x"].at[self.tokens, columns]),
+            ):
+                plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["full"].at[slot])
+            return jnp.where(slot == stages - 1, 0, slot + 1)
+
+        def drain(i, _):
+            plgpu.barrier_wait(smem["empty"].at[lax.rem(i, stages)])
+
+        lax.fori_loop(0, self.count, step, jnp.int32(0))
+        lax.fori_loop(jnp.maximum(self.count - stages, 0), self.count, drain, None)
+
+    def consume(self) -> None:
+        """Multiplies a warpgroup's 64 rows by the tokens and stores the sums, scaled unless K is split."""
+        stages, smem, wg = self.c.stages, self.smem, lax.axis_index("wg")
+
+        def scope(acc):
+            def step(_, slot):
+                plgpu.barrier_wait(smem["full"].at[slot])
+                w, x = smem["w_smem"].at[slot, pl.ds(wg * TILE, TILE)], smem["x_smem"].at[slot]
+                plgpu.wgmma(acc, w, x.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(smem["empty"].at[slot])
+                return jnp.where(slot == stages - 1, 0, slot + 1)
+
+            lax.fori_loop(0, self.count, step, jnp.int32(0))
+            return acc[...]
+
+        y = pl.run_scoped(scope, plgpu.ACC((TILE, self.c.tokens)))
+        rows = pl.ds(self.n * _ROWS + wg * TILE, TILE)
+        if "token" in self.gmem:
+            y = y * (self._spread(self.gmem["token"].at[self.tokens], 1) * self._channel_scale(rows))
+        if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
+            y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
+        y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
+        if self.interpret:
+            out[...] = y.T
+        else:
+            decode.store_transposed(out, y)
+
+    def _channel_scale(self, rows: Any) -> Array:
+        ref = self.gmem["channel"]
+        if ref.shape[1] == 1:
+            return jnp.broadcast_to(ref[self.matrix, 0], (TILE, self.c.tokens))
+        return self._spread(ref.at[self.matrix, rows], 0)
+
+    def _spread(self, ref: Any, axis: int) -> Array:
+        """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
+        scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
+        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))

@@ -1,0 +1,74 @@
+"""Whether the direct GEMM is right on the GPU at hand: `python -m pallas_kernels.direct_gemm.prove`, a line a case.
+
+Operands are small integers and scales powers of two: sums of at most 2**11 are exact, also where FP8 tensor cores sum
+with fewer bits than float32, so results are those of float64, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.direct_gemm import mosaic, reference
+from pallas_kernels.fp4_gemm.prove import compare, powers
+
+
+def exact(dtype: Any, m: int, n: int, k: int, *, experts: int = 0, scaled: bool = True) -> dict[str, Any]:
+    """One product, twice. experts: as many matrices, and blocks of m rows, of which the first has no matrix."""
+    rng = np.random.default_rng(m + n + k)
+    rows, matrices = m * max(experts, 1), max(experts, 1)
+    x, w = (rng.integers(-1, 2, s).astype(np.float32) for s in ((rows, k), (matrices, n, k)))
+    kwargs, ids = {}, np.zeros(rows, np.int32)
+    token, channel = np.ones((rows, 1), np.float32), np.ones((matrices, n), np.float32)
+    if scaled:
+        token, channel = powers(rng, rows, 1), powers(rng, matrices, n)
+        kwargs |= {"token_scale": token, "channel_scale": channel}
+    if experts:
+        group = rng.integers(0, experts, experts).astype(np.int32)
+        group[0] = -1
+        kwargs["group"], ids = group, np.repeat(group, m)
+    want = np.stack([x[i] @ w[max(e, 0)].T * (token[i] * channel[max(e, 0)]) for i, e in enumerate(ids)])
+    want = np.where(ids[:, None] < 0, np.float32(0), want)
+    run = jax.jit(functools.partial(mosaic.matmul, out_dtype=jnp.float32))
+    return compare([np.asarray(run(jnp.asarray(x, dtype), jnp.asarray(w, dtype), **kwargs)) for _ in range(2)], want)
+
+
+def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name, what returns {"ok", ...} or raises): decode's shapes, a split and an unsplit K, rows that fill no tile."""
+    found = []
+    for dtype in reference.DTYPES:
+        for shape, options in (
+            ((16, 256, 512), {}),
+            ((5, 256, 2048), {"scaled": False}),
+            ((64, 5120, 2048), {}),
+            ((300, 256, 768), {}),
+            ((8, 256, 512), {"experts": 6}),
+            ((16, 1536, 2048), {"experts": 40}),
+            ((64, 2048, 768), {"experts": 3, "scaled": False}),
+        ):
+            name = " ".join([dtype.name, *map(str, shape), *(f"{k}={v}" for k, v in options.items())])
+            found.append((name, functools.partial(exact, dtype, *shape, **options)))
+    return found
+
+
+def main() -> int:
+    failed = 0
+    for name, case in cases():
+        try:
+            row = case()
+        except Exception as error:  # whatever it is becomes a line, and the next case runs
+            row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800]}
+        failed += not row["ok"]
+        print(json.dumps({"prove": name} | row), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Rollouts that read all layers' weights where they lie: the same bits as those of a layer's own decoded weights."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.direct_gemm import mosaic as direct_mosaic
+from pallas_kernels.direct_gemm import reference as direct
+from pallas_kernels.fp4_gemm import reference as fp4
+from quads_jax import ops
+from quads_jax.models.decoder import Decoder, rollout_variables
+from quads_jax.models.layers import STACKS
+from quads_jax.models.moe import dispatch_of
+from quads_jax.pack import pack
+from quads_jax.precision import Precision, recipe
+from quads_jax.random_weights import random_packed
+from tests import tiny
+
+SIDES = {
+    "FP8": ("direct_reference", recipe("FP8").rollout),
+    "NAIVE": ("fp4_reference", recipe("NAIVE").rollout),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_decoding_reads_the_layer_it_is_in(name):
+    """A decode step on a cache of noise. The tiny model's K of 32 leaves sums no other order, so bits are equal."""
+    implementation, side = SIDES[name]
+    weights = jax.jit(lambda: pack(tiny.params(), {}, side))()
+    at, alive = jnp.full(3, 5, jnp.int32), jnp.ones((3, 1), bool)
+    noise = np.random.default_rng(0).normal(size=(2, tiny.MODEL.layers, 3, 6, 1, 16))
+    step = {"positions": at[:, None], "index": at, "key_valid": jnp.ones((3, 6), bool)}
+
+    def logits(weights, implementation):
+        precision = dataclasses.replace(side, implementation=implementation)
+        variables = rollout_variables(weights, {}, precision)
+        assert (STACKS in variables) == (implementation is not None)
+        cache = tuple(jnp.asarray(noise, jnp.bfloat16))
+        return Decoder(tiny.MODEL, precision).apply(variables, at[:, None], alive, cache=cache, **step)[0]
+
+    program = jax.jit(logits, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+    have, want = program(weights, implementation), program(weights, None)
+    np.testing.assert_array_equal(have, want)
+    assert np.isfinite(have).all() and have.std() > 0
+
+
+def test_direct_products_of_several_matrices():
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-4, 5, (24, 32)), rng.integers(-4, 5, (5, 16, 32))  # exact in both dtypes
+    token, channel = (2.0 ** rng.integers(-3, 4, s) for s in ((24, 1), (5, 16)))
+    want = np.concatenate([x[:8] @ w[4].T * channel[4], np.zeros((8, 16)), x[16:] @ w[0].T * channel[0]]) * token
+    for dtype in direct.DTYPES:
+        got = direct.matmul(
+            jnp.asarray(x, dtype),
+            jnp.asarray(w, dtype),
+            token_scale=jnp.float32(token),
+            channel_scale=jnp.float32(channel),
+            group=jnp.int32([4, -1, 0]),
+        )
+        np.testing.assert_array_equal(got, np.float32(want))
+    with pytest.raises(ValueError, match="w holds 5 matrices: pass group"):
+        direct.matmul(jnp.zeros((8, 32), jnp.bfloat16), jnp.zeros((5, 16, 32), jnp.bfloat16))
+
+
+@pytest.mark.skipif(
+    not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels: needs 0.11"
+)
+@pytest.mark.parametrize("m, k, groups", [(5, 1024, None), (24, 512, [2, -1, 0]), (16, 768, [2])])
+@pytest.mark.parametrize("dtype", direct.DTYPES)
+def test_the_direct_kernel_in_the_interpreter(m, k, groups, dtype):
+    """Buffers used again, K split and not, blocks without a matrix; the interpreter looks for races."""
+    rng, experts = np.random.default_rng(0), 3 if groups else 1
+    x, w = (jnp.asarray(rng.integers(-1, 2, s), dtype) for s in ((m, k), (experts, 128, k)))
+    scales = {"token_scale": (m, 1), "channel_scale": (experts, 128)}
+    scales = {name: jnp.float32(2.0 ** rng.integers(-3, 4, s)) for name, s in scales.items()}
+    group = None if groups is None else jnp.int32(groups)
+    with compat.interpreted():
+        got = direct_mosaic.matmul(x, w, group=group, interpret=True, **scales)
+    np.testing.assert_array_equal(got, direct.matmul(x, w, group=group, **scales))
+
+
+def test_a_layers_place_is_not_taken_by_another_implementation():
+    x, w = jnp.ones((2, 32)), ops.Arranged(jnp.ones((3, 16, 32), jnp.bfloat16), None, layer=jnp.int32(1))
+    assert w.shape == (16, 32)
+    with pytest.raises(ValueError, match="needs the implementation that it was arranged for"):
+        ops.project(x, w, Precision().experts)
+    with pytest.raises(ValueError, match="fp4_reference multiplies packed NVFP4 weights .* under no format"):
+        ops.project(x, w, Precision().experts, implementation="fp4_reference")
+
+
+@pytest.mark.parametrize("least", [8, 16])
+def test_dispatch_by_comparing_is_that_by_sorting(least, monkeypatch):
+    ids = np.random.default_rng(0).integers(0, 5, (40, 2)).astype(np.int32)
+    compared = dispatch_of(jnp.asarray(ids), 6, least)
+    monkeypatch.setattr("quads_jax.models.moe.MOST_COMPARED", 0)
+    by_sorting = dispatch_of(jnp.asarray(ids), 6, least)
+    filled = np.asarray(by_sorting.filled)
+    for name in ("slot", "filled", "sizes"):
+        np.testing.assert_array_equal(getattr(compared, name), getattr(by_sorting, name))
+    np.testing.assert_array_equal(compared.pair[filled], by_sorting.pair[filled])
+    assert compared.block == by_sorting.block and compared.pair.shape == by_sorting.pair.shape
+
+
+def test_random_weights_are_made_in_the_order_in_which_they_are_read():
+    implementation, side = SIDES["NAIVE"]
+    precision = dataclasses.replace(side, implementation=implementation)
+    quick = {"xla_backend_optimization_level": 0}
+    packed = jax.jit(lambda: random_packed(tiny.MODEL, precision, 0)[0], compiler_options=quick)()
+    wanted = jax.eval_shape(lambda: ops.unpack(pack(tiny.params(), {}, side), side.dtype, implementation))
+    shapes = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
+    assert shapes(packed) == shapes(wanted)
+    words, scale = packed["run_0"]["moe"]["experts"]["down"].matrices()
+    values = np.asarray(fp4.weight_values(words) * scale[..., None])
+    assert values.std() * values.shape[-1] ** 0.5 == pytest.approx(1, rel=0.1)  # variance 1/K
+
+
+def test_orders_are_measured_on_masters_whatever_reads_packed_weights():
+    precision = dataclasses.replace(recipe("QUADS", ratio=0.5, policy="block").rollout, implementation="fp4_reference")
+    _, orders = jax.eval_shape(lambda: random_packed(tiny.MODEL, precision, 0))
+    assert orders["run_0"]["attention"]["qkv"].shape == (tiny.MODEL.layers, tiny.MODEL.d_model)
+
+
+def test_a_mask_stands_for_the_order_that_it_comes_from():
+    p = recipe("QUADS", ratio=0.5, policy="block").rollout.experts
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=s).astype(np.float32) for s in ((6, 64), (16, 64)))
+    blocks = rng.permutation(4)[:, None] * 16
+    order = jnp.asarray((blocks + np.arange(16)).reshape(-1), jnp.int32)
+    mask = ops.channel_mask(order, p)
+    assert mask.dtype == bool and np.flatnonzero(mask).tolist() == sorted(order[:32].tolist())
+    run = jax.jit(lambda order: ops.project(x, w, p, order=order))
+    np.testing.assert_array_equal(run(mask), run(order))
+    assert ops.channel_mask(order, recipe("QUADS", policy="static").rollout.experts) is order
