@@ -10,6 +10,7 @@ from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.generation import GenerateConfig, check_generate, generate, read_prompts, tokenizer_of
+from quads_jax.importing import rollout_reads
 
 SHOWN = 3
 
@@ -24,9 +25,11 @@ def run() -> None:
         print(json.dumps(config_tree.to_json(config), indent=1))
         return
     with common.usage_errors():
-        params, model, _ = load_weights(config.init)
+        params, model, meta = load_weights(config.init)
         tokenizer = tokenizer_of(config, model)
         workdir = common.new_folder("generate")
+    if said := rollout_reads(meta, config.recipe.resolve().rollout):
+        print(said)
     source = {"command": common.command("generate"), "commit": common.commit(), "device": common.device()}
     about = config_tree.to_json(config) | source
     (workdir / "config.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -10,15 +10,14 @@ A linear layer X with weight [N, K] is stored as
     X.input_global_scale   f32 [1], 2688 / amax         X.input_scale     f32 [], amax / 2688      (W4A4 only)
 
 so that a weight is code * block scale / weight_global_scale, or * weight_scale_2. Servers fuse q, k, v and gate, up
-into one product with one global scale; a BlockTensor of this project has just that. Not quantized and so left in bf16:
-embedding, norms, lm_head, routers, gates of shared experts, and every role that the precision leaves alone.
+into one product with one global scale; a BlockTensor of this project has just that. Not quantized, and so as
+`hf.as_kept` says: embedding, norms, lm_head, routers, gates of shared experts, biases, and every role that the
+precision leaves alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -191,7 +190,7 @@ def save(
         if is_packed(leaf):
             makers |= _stored_weight(name, leaf, place, kind, inputs)
             continue
-        makers[name] = 2 * math.prod(shape), lambda place=place: hf.rounded(params, place)
+        makers[name] = hf.kept_bytes(params, place), lambda place=place: hf.tensor_at(params, place)
         if len(shape) == 2 and name != hf.EMBEDDING:
             ignored.append(name.removesuffix(".weight"))
     folder = hf.new_folder(folder)
@@ -280,30 +279,27 @@ def load(folder: str | os.PathLike) -> Checkpoint:
     config = hf.read_json(folder / hf.CONFIG)
     said = config.pop(QUANT_CONFIG, None)
     kind, problems = _kind(folder, said)
-    with contextlib.ExitStack() as stack:
-        family, model, tensors, lacking = hf.open_folder(folder, config, stack)
-        where, shapes = hf.places(model, FAMILIES[family]), hf.parameter_shapes(model)
-        packed = {
-            name: place
-            for name, place in where.items()
-            if gemm_role(place[0])
-            and _codes_name(name, kind) in tensors
-            and tensors[_codes_name(name, kind)].dtype == "U8"
-        }
-        plain = {name: place for name, place in where.items() if name not in packed}
-        activations = any(f"{name.removesuffix('.weight')}.{kind.input}" in tensors for name in packed)
-        wanted = dict(_wanted(packed, shapes, kind, activations))
-        rest = {name: tensor for name, tensor in tensors.items() if name not in wanted}
-        problems += lacking + hf.differences(rest, plain, shapes, model) + _wrong(wanted, tensors)
-        roles, mixed = _roles(packed, plain)
-        problems += mixed
-        if not problems:
-            scales, wrong = _read_scales(packed, tensors, kind.weight, kind)
-            inputs, wrong_inputs = _read_scales(packed, tensors, kind.input, kind) if activations else ({}, [])
-            problems += wrong + wrong_inputs
-        if problems:
-            raise hf.refused(folder, problems)
-        params = _filled(packed, plain, shapes, tensors, kind, scales)
+    family, model, tensors, lacking = hf.open_folder(folder, config)
+    where, shapes = hf.places(model, FAMILIES[family]), hf.parameter_shapes(model)
+    packed = {
+        name: place
+        for name, place in where.items()
+        if gemm_role(place[0]) and _codes_name(name, kind) in tensors and tensors[_codes_name(name, kind)].dtype == "U8"
+    }
+    plain = {name: place for name, place in where.items() if name not in packed}
+    activations = any(f"{name.removesuffix('.weight')}.{kind.input}" in tensors for name in packed)
+    wanted = dict(_wanted(packed, shapes, kind, activations))
+    rest = {name: tensor for name, tensor in tensors.items() if name not in wanted}
+    problems += lacking + hf.differences(rest, plain, shapes, model) + _wrong(wanted, tensors)
+    roles, mixed = _roles(packed, plain)
+    problems += mixed
+    if not problems:
+        scales, wrong = _read_scales(packed, tensors, kind.weight, kind)
+        inputs, wrong_inputs = _read_scales(packed, tensors, kind.input, kind) if activations else ({}, [])
+        problems += wrong + wrong_inputs
+    if problems:
+        raise hf.refused(folder, problems)
+    params = _filled(packed, plain, shapes, tensors, kind, scales)
     layer = LayerPrecision(weight=NVFP4, activation=NVFP4 if activations else None)
     precision = make_precision("W4A4" if activations else "W4A16", layer, roles)
     stacked = {place[0]: np.zeros(hf.leaf_at(shapes, place[0]).shape[:-2], np.float32) for place in packed.values()}

@@ -23,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import config_tree
+from quads_jax.importing import load_folder
 from quads_jax.models import hf
 from quads_jax.models.config import LATER_FIELDS, ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.pack import leaf_name
 from quads_jax.rl.types import TrainState
 
 SHIPPED = Path(__file__).parent / "assets" / "tiny_chain_sum.msgpack"
@@ -39,15 +41,18 @@ LOCK = ".lock"
 
 
 def save_weights(path: str | os.PathLike, params: Any, model: ModelConfig, info: dict[str, Any]) -> None:
-    """Writes params rounded to BF16 to `path` (msgpack) and {"model", "sha256", **info} to `path`.json, each by rename.
-    What exceeds PART_BYTES goes on in `path`.part1.msgpack and so on, "parts" in all: files that any channel carries.
+    """Writes f32 masters `models.hf.as_kept`, nearly all in bf16, to `path` (msgpack) and {"model", "sha256", **info}
+    to `path`.json, each by rename. What exceeds PART_BYTES goes on in `path`.part1.msgpack and so on, "parts" in all:
+    files that any channel carries.
 
-    A policy is rounded to BF16 before anything is computed with it, so a rollout from the file equals one from the f32
-    masters. Raises ValueError on info that `config_tree.parse_json` would not read, such as NaN.
+    So a rollout in bf16 from the file equals one from the masters. Raises ValueError on info that
+    `config_tree.parse_json` would not read, such as NaN.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = flax.serialization.to_bytes(jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params))
+    data = flax.serialization.to_bytes(
+        jax.tree_util.tree_map_with_path(lambda at, a: hf.as_kept(np.asarray(a), leaf_name(at)), params)
+    )
     parts = range(max(1, -(-len(data) // PART_BYTES)))
     meta = _as_read({"model": config_tree.to_json(model), "parts": len(parts), **info})
     meta["sha256"] = _digest(data, _canonical(meta))
@@ -62,15 +67,14 @@ def _part(path: Path, i: int) -> Path:
 
 def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, Any]]:
     """(f32 parameters, model config, the JSON's other fields) of a file of `save_weights`, of the name "shipped", or of
-    a checkpoint folder of the Hugging Face hub: `models.hf.load`, numpy arrays and no other fields.
+    a checkpoint folder of the Hugging Face hub, bf16 or NVFP4: `importing.load_folder`, numpy arrays.
 
     Raises ValueError when the file is missing, damaged (hash of the weights and of all that the JSON says), or does not
-    hold the tensors that its model config asks for; and what `models.hf.load` raises.
+    hold the tensors that its model config asks for; and what `importing.load_folder` raises.
     """
     path = _weights_path(path)
     if os.path.isdir(path):
-        params, model = hf.load(path)
-        return params, model, {}
+        return load_folder(path)
     _need_file(path)
     meta, model, said = _description(path.with_suffix(".json"))
     files = [_part(path, i) for i in range(meta.get("parts", 1))]

@@ -43,7 +43,9 @@ ALLOWED = {
     "quads_jax.comparison_plots": ("quads_jax.plots", "quads_jax.results", "quads_jax.sweep_results"),
     "quads_jax.comparison": ("quads_jax.results", "quads_jax.sweep_results", "quads_jax.comparison_plots"),
     "quads_jax.device": (),
-    "quads_jax.checkpoints": ("quads_jax.config_tree", "quads_jax.models", "quads_jax.rl"),
+    "quads_jax.importing": _LEFT_OF_RL,
+    "quads_jax.checkpoints": (
+        "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.importing", "quads_jax.rl"),
     "quads_jax.config": (
         "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),

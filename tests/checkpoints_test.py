@@ -10,13 +10,24 @@ import pytest
 
 from quads_jax import checkpoints, config_tree
 from quads_jax.checkpoints import SHIPPED, load_weights, save_weights, weights_sha256
-from quads_jax.config import WarmStartConfig
+from quads_jax.config import RecipeConfig, WarmStartConfig
+from quads_jax.exporting import ExportConfig, export
 from quads_jax.models import hf
 from quads_jax.models.config import LATER_FIELDS
 from quads_jax.models.decoder import parameter_count
+from quads_jax.pack import is_packed
+from quads_jax.programs import continuous_program, pack_program, rollout_program
+from quads_jax.step import calibrate, group_prompts, setup
 from quads_jax.train import train
 from tests.resume_process import config, digest, rows
-from tests.tiny import MODEL, params
+from tests.tiny import MODEL, TASK, params
+
+QUADS = RecipeConfig(name="QUADS")
+
+
+def kept(path, leaf):
+    """All but the router, which is read in f32, in bf16."""
+    return leaf if path[-1].key == "router" else leaf.astype("bfloat16").astype("float32")
 
 
 def test_round_trip_is_the_bf16_rounding(tmp_path):
@@ -24,7 +35,7 @@ def test_round_trip_is_the_bf16_rounding(tmp_path):
     save_weights(tmp_path / "w.msgpack", tree, MODEL, {"note": "x"})
     loaded, model, meta = load_weights(tmp_path / "w.msgpack")
     assert model == MODEL and meta["note"] == "x"
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16").astype("float32")), loaded, tree)
+    jax.tree_util.tree_map_with_path(lambda at, a, b: np.testing.assert_array_equal(a, kept(at, b)), loaded, tree)
     save_weights(tmp_path / "again.msgpack", loaded, MODEL, {})
     assert (tmp_path / "again.msgpack").read_bytes() == (tmp_path / "w.msgpack").read_bytes()
 
@@ -82,21 +93,66 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path):
     assert load_weights(tmp_path / "w.msgpack")[2]["delta"] == 0
 
 
-def test_a_checkpoint_folder_of_the_hub_starts_the_run_that_the_file_of_the_same_weights_starts(tmp_path):
-    file, folder = tmp_path / "w.msgpack", tmp_path / "hub"
-    save_weights(file, params(), MODEL, {})
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps of QUADS from a weights file: (that file, the run's folder, its last state)."""
+    folder = tmp_path_factory.mktemp("run")
+    save_weights(folder / "w.msgpack", params(), MODEL, {})
+    cfg = config(str(folder / "w.msgpack"), steps=2, recipe=QUADS)
+    return folder / "w.msgpack", folder / "out", train(cfg, folder / "out")
+
+
+def test_a_checkpoint_folder_of_the_hub_starts_the_run_that_the_file_of_the_same_weights_starts(run, tmp_path):
+    file, from_file, state = run
+    folder = tmp_path / "hub"
     hf.save(folder, params(), MODEL, "qwen3_moe")
     tree, model, meta = load_weights(folder)
     assert model == MODEL and meta == {} and all(type(a) is np.ndarray for a in jax.tree.leaves(tree))
     jax.tree.map(np.testing.assert_array_equal, tree, load_weights(file)[0])
-    runs = {init: tmp_path / name for init, name in ((str(folder), "from_folder"), (str(file), "from_file"))}
-    states = [train(config(init, steps=2), run) for init, run in runs.items()]
-    assert digest(states[0]) == digest(states[1])
-    (header, *steps), (_, *expected) = map(rows, runs.values())
+    again = train(config(str(folder), steps=2, recipe=QUADS), tmp_path / "from_folder")
+    assert digest(again) == digest(state)
+    (header, *steps), (_, *expected) = map(rows, (tmp_path / "from_folder", from_file))
     assert steps == expected and len(steps) > 2 and header["init"] == weights_sha256(folder) != weights_sha256(file)
     with pytest.raises(ValueError, match=r"no weights file .*from_none/config\.json"):
         (tmp_path / "from_none").mkdir()
         load_weights(tmp_path / "from_none")
+
+
+def same_bits(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+@pytest.mark.parametrize(("layout", "exported"), [("compressed_tensors", "QUADS"), ("modelopt", "W4A16")])
+def test_an_exported_policy_makes_the_rollouts_of_the_run(layout, exported, run, tmp_path):
+    """From an NVFP4 folder and from the run's weights file, at one seed and bit for bit those of the f32 masters that
+    training ended with: packed weights, channel orders measured anew, tokens and log-probs of both engines.
+    """
+    _, out, state = run
+    more = {"task": TASK, "rows": 8} if exported == "QUADS" else {}  # input scales
+    export(
+        ExportConfig(init=str(out / "weights.msgpack"), format=layout, recipe=RecipeConfig(name=exported), **more),
+        tmp_path / "folder",
+    )
+    s = setup(config(str(tmp_path / "folder"), steps=2, recipe=QUADS), MODEL)
+    prompts, valid, _ = group_prompts(s, 5)
+    fixed = s.model, s.recipe.rollout, s.sampling, TASK.tokenizer.pad_id, s.shape
+    static, continuous = rollout_program(*fixed), continuous_program(*fixed, s.cfg.rollout.group_size, 4)
+
+    def rollouts(masters):
+        packed, quant = pack_program(s.model, s.recipe.rollout)(masters, state.quant), calibrate(s, masters)
+        arguments = packed, quant, prompts, valid, jax.random.key(7), jax.numpy.int32(2)
+        gemms = [leaf for leaf in jax.tree.leaves(packed, is_leaf=is_packed) if is_packed(leaf)]
+        return gemms, quant, static(*arguments), continuous(*arguments)
+
+    expected = rollouts(state.params)
+    assert len(expected[0]) == 4 and expected[2].mask.sum() > 50
+    read, model, meta = load_weights(tmp_path / "folder")
+    assert model == MODEL and meta == {"nvfp4_roles": ["experts", "attention"]}
+    same_bits(rollouts(read), expected)
+    same_bits(rollouts(load_weights(out / "weights.msgpack")[0]), expected)
+    run = state.params["run_0"]
+    moved = [run["moe"]["router"], run["attention_norm"]["scale"], run["attention"]["qkv"]]
+    assert all((np.asarray(a) != np.asarray(a.astype("bfloat16"), np.float32)).any() for a in moved)  # it could differ
 
 
 def test_the_hash_of_a_folder_covers_every_byte_and_not_its_place(tmp_path):

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from experiments.paper import common
+from quads_jax.checkpoints import load_weights
 from quads_jax.gaps import fixed_sequences
-from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.pack import leaf_name
 from quads_jax.plots import COLOURS, canvas, save
@@ -54,7 +54,7 @@ def _text(config: common.PaperConfig, folder: str) -> tuple[Any, ModelConfig, np
     """The same of a Hugging Face folder with tokenizer.json: the first TEXT_TOKENS of each part of the text file."""
     from tokenizers import Tokenizer
 
-    params, model = hf.load(folder)
+    params, model, _ = load_weights(folder)
     ids = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")).encode(Path(config.text).read_text()).ids
     rows = min(config.sequences, len(ids) // TEXT_TOKENS)
     if not rows:

@@ -6,10 +6,8 @@ filled one tensor at a time: layers of a run along the first axis, then experts;
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ import safetensors.numpy
 
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.models.layers import FLOAT32_LEAVES
 from quads_jax.models.presets import FAMILIES, Family, read_config, write_config
 
 Place = tuple[tuple[str, ...], tuple[Any, ...]]  # (path of a leaf, index into it)
@@ -33,36 +32,32 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 SHARD_BYTES = 4 * 2**30  # of the tensors of one file that `save` writes, unless one tensor is larger
 DTYPES = ("F32", "BF16", "F16")  # of files
 E4M3 = "F8_E4M3"
+_NUMPY = {"F32": "<f4", "BF16": jnp.bfloat16, "F16": "<f2", "U8": np.uint8, E4M3: np.uint8}
 _BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # old files hold it; it follows from rope_theta
 _LISTED = 20  # problems of one error
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of an open file. `dtype` is safetensors' name for it, such as BF16; `start` its first byte."""
+    """A tensor of a file. `dtype` is safetensors' name for it, such as BF16; `start` its first byte."""
 
-    name: str
     dtype: str
     shape: tuple[int, ...]
     path: Path
-    file: Any
     start: int
 
     def read(self) -> np.ndarray:
-        """The tensor; one of E4M3 as its bytes, u8, since numpy has no such type."""
-        if self.dtype == E4M3:
-            return np.fromfile(self.path, np.uint8, math.prod(self.shape), offset=self.start).reshape(self.shape)
-        return self.file.get_tensor(self.name)
-
-    def rows(self, part: slice) -> np.ndarray:
-        return self.file.get_slice(self.name)[part]
+        """The tensor, of one of _NUMPY's dtypes, mapped from the file: memory holds what is looked at, until the array
+        is dropped. One of E4M3 is its bytes, u8.
+        """
+        return np.memmap(self.path, _NUMPY[self.dtype], "r", self.start, self.shape).view(np.ndarray)
 
 
 def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, ModelConfig]:
     """The decoder's parameters, numpy arrays of `dtype` (f32 or bf16), and its model config.
 
-    Beside the result, at most one tensor of the files is in memory; the files are mapped. Arrays stay on the host: a
-    jitted function, or `jax.device_put` with a sharding, takes them from there.
+    Beside the result, at most one tensor of the files is in memory, mapped. Arrays stay on the host: a jitted function,
+    or `jax.device_put` with a sharding, takes them from there.
 
     Raises ValueError, with every reason found: a folder that is no checkpoint, another architecture, features that the
     decoder lacks, shards outside the folder, missing, damaged or of an unknown dtype, tensors that are missing, unknown
@@ -70,20 +65,19 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, Mode
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    with contextlib.ExitStack() as stack:
-        family, model, tensors, problems = open_folder(folder, config, stack)
-        where, shapes = places(model, FAMILIES[family]), parameter_shapes(model)
-        problems += differences(tensors, where, shapes, model)
-        if problems:
-            raise refused(folder, problems)
-        params = jax.tree.map(lambda leaf: np.empty(leaf.shape, jnp.dtype(dtype)), shapes)
-        for name, (path, index) in where.items():
-            leaf_at(params, path)[index] = tensors[name].read()
+    family, model, tensors, problems = open_folder(folder, config)
+    where, shapes = places(model, FAMILIES[family]), parameter_shapes(model)
+    problems += differences(tensors, where, shapes, model)
+    if problems:
+        raise refused(folder, problems)
+    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, jnp.dtype(dtype)), shapes)
+    for name, (path, index) in where.items():
+        leaf_at(params, path)[index] = tensors[name].read()
     return params, model
 
 
 def save(folder: str | os.PathLike, params: Any, model: ModelConfig, family: str) -> None:
-    """Writes f32 masters rounded to bf16, and config.json last, in the layout of `family` (a key of `FAMILIES`).
+    """Writes f32 masters `as_kept`, and config.json last, in the layout of `family` (a key of `FAMILIES`).
 
     Raises ValueError when the family cannot hold the model, params are not those of the model, or the folder has
     something in it.
@@ -94,8 +88,8 @@ def save(folder: str | os.PathLike, params: Any, model: ModelConfig, family: str
     folder = new_folder(folder)
     params = jax.tree.map(np.asarray, params)
     where = places(model, FAMILIES[family])
-    sizes = {name: 2 * math.prod(shape_at(shapes, place)) for name, place in where.items()}
-    write_shards(folder, sizes, lambda name: rounded(params, where[name]))
+    sizes = {name: kept_bytes(params, place) for name, place in where.items()}
+    write_shards(folder, sizes, lambda name: tensor_at(params, where[name]))
     write_json(folder / CONFIG, config)
 
 
@@ -106,10 +100,28 @@ def check_masters(params: Any, shapes: Any) -> None:
         raise ValueError(f"parameters do not fit the model: {', '.join(wrong[:_LISTED])}; f32 masters are saved")
 
 
-def rounded(params: Any, place: Place) -> np.ndarray:
-    """The tensor at `place` of f32 masters, in bf16."""
+def as_kept(master: np.ndarray, path: tuple[str, ...]) -> np.ndarray:
+    """An f32 master, or a part of it, as files keep it: in bf16, to which a model that computes in bf16 rounds it
+    before use; in f32 if it is one of FLOAT32_LEAVES, which are read unrounded, and bf16 does not hold it.
+    """
+    half = master.astype(jnp.bfloat16, order="C")
+    if path[-2:] in FLOAT32_LEAVES and not np.array_equal(half.astype(np.float32), master):
+        return np.ascontiguousarray(master)
+    return half
+
+
+def tensor_at(params: Any, place: Place) -> np.ndarray:
+    """The tensor at `place` of f32 masters in numpy, `as_kept`."""
     path, index = place
-    return leaf_at(params, path)[index].astype(jnp.bfloat16, order="C")
+    return as_kept(leaf_at(params, path)[index], path)
+
+
+def kept_bytes(params: Any, place: Place) -> int:
+    """Of `tensor_at`, made for this only where its dtype depends on its numbers: of small ones."""
+    path, index = place
+    if path[-2:] in FLOAT32_LEAVES:
+        return tensor_at(params, place).nbytes
+    return 2 * leaf_at(params, path)[index].size
 
 
 def places(model: ModelConfig, family: Family) -> dict[str, Place]:
@@ -190,17 +202,15 @@ def _named_shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def open_folder(
-    folder: Path, config: Mapping[str, Any], stack: contextlib.ExitStack
-) -> tuple[str, ModelConfig, dict[str, Stored], list[str]]:
-    """(family, model, tensors by name, features of config.json that the decoder lacks) of a checkpoint folder; its
-    files stay open in `stack`. Raises ValueError where no such model can be in it.
+def open_folder(folder: Path, config: Mapping[str, Any]) -> tuple[str, ModelConfig, dict[str, Stored], list[str]]:
+    """(family, model, tensors by name, features of config.json that the decoder lacks) of a checkpoint folder. Raises
+    ValueError where no such model can be in it.
     """
     try:
         family, model, problems = read_config(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    tensors, broken = _open(folder, stack)
+    tensors, broken = _open(folder)
     needed = sum(model.experts if kind == "moe" else 1 for kind in model.kinds())
     if not broken and needed > len(tensors):  # before making lists as long as a number in a file says
         broken = [f"{len(tensors)} tensors for {model.layers} layers with {model.experts} experts"]
@@ -209,7 +219,7 @@ def open_folder(
     return family, model, tensors, problems
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Stored], list[str]]:
+def _open(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """(tensors by name, what is wrong with the files)."""
     tensors: dict[str, Stored] = {}
     problems, files = [], [SINGLE]
@@ -228,8 +238,7 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Stored],
             problems.append(f"{file} is missing")
         else:
             try:
-                opened = stack.enter_context(safetensors.safe_open(folder / file, framework="numpy"))
-                held = _tensors(folder / file, opened)
+                held = _tensors(folder / file)
             except (safetensors.SafetensorError, OSError) as error:
                 problems.append(f"{file} is damaged: {error}")
                 continue
@@ -238,17 +247,18 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Stored],
     return tensors, problems
 
 
-def _tensors(path: Path, opened: Any) -> dict[str, Stored]:
-    """Of one file, which safetensors has checked: u64 length of its header, the header in JSON, then all bytes."""
+def _tensors(path: Path) -> dict[str, Stored]:
+    """Of one file, which safetensors checks: u64 length of its header, the header in JSON, then all bytes."""
+    with safetensors.safe_open(path, framework="numpy") as checked:
+        names = list(checked.keys())
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    found = {}
-    for name in opened.keys():
-        entry = header[name]
-        start = 8 + length + entry["data_offsets"][0]
-        found[name] = Stored(name, entry["dtype"], tuple(entry["shape"]), path, opened, start)
-    return found
+    entries = {name: header[name] for name in names}
+    return {
+        name: Stored(entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
 
 
 def differences(
@@ -265,8 +275,9 @@ def differences(
         elif stored.shape != shape_at(shapes, place):
             problems.append(f"{name} is {stored.shape}, not {shape_at(shapes, place)}")
     if model.tied_head and HEAD in tensors and not problems:
-        parts = (slice(at, min(at + 1024, model.vocab_size)) for at in range(0, model.vocab_size, 1024))
-        if not all(np.array_equal(tensors[HEAD].rows(part), tensors[EMBEDDING].rows(part)) for part in parts):
+        parts = (slice(at, at + 1024) for at in range(0, model.vocab_size, 1024))
+        head, embedding = tensors[HEAD].read(), tensors[EMBEDDING].read()
+        if not all(np.array_equal(head[part], embedding[part]) for part in parts):
             problems.append(f"{HEAD} is not {EMBEDDING}, though tie_word_embeddings is true")
     return problems
 

@@ -35,6 +35,8 @@ GEMM_ROLES: dict[tuple[str, str], str] = {
     ("experts", "down"): "experts",
     ("head", "kernel"): "head",
 }
+# Parameters that are read in float32, whatever the compute dtype: all others are rounded to it before they are used.
+FLOAT32_LEAVES = (("moe", "router"), ("moe", "shared_gate"), ("attention", "qkv_bias"))
 
 
 def fan_in_init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Array:

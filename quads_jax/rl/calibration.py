@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
-from quads_jax.pack import leaf_name, lookup
+from quads_jax.pack import gemm_role, leaf_name, lookup
 from quads_jax.precision import ROLES, LayerPrecision, Precision
+from quads_jax.quant import tensor
 from quads_jax.quant.residual import (
     ChannelStatistics,
     ResidualSpec,
@@ -43,7 +45,8 @@ def channel_statistics(
 
 def channel_orders(statistics: Any, params: Any, precision: Precision) -> Any:
     """Statistics, and the masters they belong to -> the `quant` collection, the same tree by the precision's policy:
-    i32 channel orders, or bool masks under policy adaptive. Raises ValueError on a precision that mixes specs.
+    i32 channel orders, or bool masks under policy adaptive, which weighs errors by the weights that the rollout
+    multiplies with. Raises ValueError on a precision that mixes specs.
     """
     specs = {spec for r in ROLES if (spec := precision.role(r).residual) is not None}
     if len(specs) > 1:
@@ -54,8 +57,17 @@ def channel_orders(statistics: Any, params: Any, precision: Precision) -> Any:
     if spec.policy != "adaptive":
         return jax.tree.map(lambda s: channel_order(s.residual, spec.policy), statistics, is_leaf=is_site)
     sites, tree = jax.tree_util.tree_flatten_with_path(statistics, is_leaf=is_site)
-    shares = [error_shares(s, _weight_sq(lookup(params, leaf_name(path)), s)) for path, s in sites]
+    shares = []
+    for path, stats in sites:
+        name = leaf_name(path)
+        w = _multiplied(lookup(params, name), precision.role(gemm_role(name)))
+        shares.append(error_shares(stats, _weight_sq(w, stats)))
     return jax.tree.unflatten(tree, adaptive_masks(shares, spec.ratio))
+
+
+def _multiplied(w: jax.Array, layer: LayerPrecision) -> jax.Array:
+    """A master as products see it under `layer`, in f32."""
+    return ops.round_bf16(w) if layer.weight is None else tensor.dequantize(ops.prepare_weight(w, layer))
 
 
 def _weight_sq(w: jax.Array, stats: ChannelStatistics) -> jax.Array:

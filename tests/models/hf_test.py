@@ -3,10 +3,10 @@
 `hf_parity_test.py` loads checkpoints that transformers wrote, `hf_transformers_test.py` runs transformers itself.
 """
 
+import dataclasses
 import functools
 import json
 import re
-import tracemalloc
 from pathlib import Path
 
 import jax
@@ -22,6 +22,7 @@ from quads_jax.models.decoder import Decoder, init_cache
 from quads_jax.models.hf import load, save
 from quads_jax.models.presets import FAMILIES, read_config, write_config
 from quads_jax.precision import Precision
+from tests import memory_process
 from tests.models.numpy_decoder import logits_and_routes
 
 FLOAT32 = Precision(dtype="float32")
@@ -395,20 +396,9 @@ def test_fields_without_effect_do_not_matter():
     write_config("llama", ModelConfig(vocab_size=V, top_k=1, dense_layers=(0, 1, 2, 3), qk_norm="none"))
 
 
-def test_memory_is_the_result_and_one_layer(tmp_path):
-    """tracemalloc sees numpy's arrays and the copies that safetensors makes of a mapped tensor."""
-    model = ModelConfig(vocab_size=64, d_model=128, layers=6, experts=4, d_expert=256, head_dim=32, tied_head=False)
-    shapes = hf.parameter_shapes(model)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.random(s.shape, np.float32), shapes)
-    save(tmp_path / "model", params, model, "qwen3_moe")
-    result = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    layer = sum(leaf.nbytes for leaf in jax.tree.leaves(params["run_0"])) // model.layers
-    load(tmp_path / "model")  # imports and traces what stays
-    tracemalloc.start()
-    try:
-        load(tmp_path / "model")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert result < peak < result + 1.2 * layer  # observed 0.2 of a layer
+def test_memory_is_the_result_and_one_layer():
+    """Of 25 million parameters in 4 shards, in a process of its own: resident pages, mapped ones of the files too."""
+    model = dataclasses.replace(memory_process.LARGE, d_model=512, layers=6, d_expert=512, vocab_size=8192)
+    found = memory_process.measure(model, 4)
+    assert found["shards"] == 4 and found["result"] == 4 * 24_000_000
+    assert found["result"] * 0.99 < found["grown"] < found["result"] + 1.2 * found["layer"]

@@ -2,15 +2,20 @@
 `pip install torch transformers` (run with 5.24.0 and torch 2.13.0 and 2.14.1, CPU).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax.models.decoder import Decoder
+from quads_jax.models import routes
+from quads_jax.models.decoder import Block, Decoder
 from quads_jax.models.hf import load, save
 from quads_jax.models.presets import FAMILIES
 from quads_jax.precision import Precision
+from quads_jax.rl.rollout import rollout, score
+from quads_jax.rl.sampling import SamplingConfig
 
 reason = "transformers and torch write the checkpoints of this file: pip install torch transformers"
 torch = pytest.importorskip("torch", reason=reason)
@@ -33,20 +38,28 @@ OPTIONS = {
 }  # fmt: skip
 
 
+FLOAT32 = Precision(dtype="float32")
+
+
 def ours(params, model, tokens, valid):
     @jax.jit
     def run(params):
-        return Decoder(model, Precision(dtype="float32")).apply({"params": params}, tokens, valid)[0]
+        return Decoder(model, FLOAT32).apply({"params": params}, tokens, valid)[0]
 
     return np.asarray(run(params))
 
 
-def theirs(model, tokens, valid):
+def outputs(model, tokens, valid, **asked):
     positions = np.maximum(np.cumsum(valid, axis=1) - 1, 0)
     with torch.no_grad():
         return model(
-            torch.tensor(tokens), attention_mask=torch.tensor(valid.astype(int)), position_ids=torch.tensor(positions)
-        ).logits.numpy()
+            torch.tensor(tokens), attention_mask=torch.tensor(valid.astype(int)), position_ids=torch.tensor(positions),
+            **asked,
+        )  # fmt: skip
+
+
+def theirs(model, tokens, valid):
+    return outputs(model, tokens, valid).logits.numpy()
 
 
 def batch():
@@ -92,6 +105,64 @@ def test_logits_both_ways(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_routes_of_every_layer(family, tmp_path):
+    model, (tokens, valid) = random_model(family), batch()
+    model.save_pretrained(tmp_path / "theirs")
+    params, config = load(tmp_path / "theirs")
+    moe = routes.moe_layers(config)
+    expected = outputs(model, tokens, valid, output_hidden_states=True, **{"output_router_logits": True} if moe else {})
+
+    @jax.jit
+    def run(params):
+        (logits, *_), kept = Decoder(config, FLOAT32).apply(
+            {"params": params}, tokens, valid, mutable=["intermediates", routes.RECORDED],
+            capture_intermediates=lambda module, _: isinstance(module, Block),
+        )  # fmt: skip
+        states = [kept["intermediates"][f"run_{i}"]["__call__"][0][0][0] for i in range(len(config.runs()))]
+        own = routes.apply(Decoder(config, FLOAT32), {"params": params}, tokens, valid, record=True)[3] if moe else None
+        return jnp.concatenate(states), own
+
+    states, own = run(params)
+    assert len(states) == config.layers
+    for layer in range(config.layers - 1):  # what they call the last is after the final norm
+        theirs = expected.hidden_states[layer + 1].numpy()
+        np.testing.assert_allclose(states[layer][valid], theirs[valid], rtol=0, atol=2e-4)  # observed 8e-6 of 20
+    if moe:
+        assert len(expected.router_logits) == moe
+        for layer, logits in enumerate(expected.router_logits):
+            ids = logits.reshape(*valid.shape, -1).topk(config.top_k).indices.numpy()
+            np.testing.assert_array_equal(own[:, :, layer][valid], ids[valid])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_continuation_and_its_log_probs(family, tmp_path):
+    """Of left-padded prompts, 8 tokens each: with our cache and theirs, scored without one."""
+    model, new = random_model(family), 8
+    model.save_pretrained(tmp_path / "theirs")
+    params, config = load(tmp_path / "theirs")
+    tokens, valid = (a[:2] for a in batch())
+    width = tokens.shape[1]
+    greedy = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor(tokens), attention_mask=torch.tensor(valid.astype(int)), eos_token_id=[], **greedy
+        ).numpy()
+    fixed = {"model": config, "precision": FLOAT32}
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=new, stop_ids=())
+    made = jax.jit(functools.partial(rollout, sampling=sampling, **fixed))(
+        params, {}, tokens.astype(np.int32), valid, jax.random.key(0), jnp.int32(0)
+    )
+    np.testing.assert_array_equal(made.tokens[:, width:], expected[:, width:])
+    plain = SamplingConfig(max_new_tokens=new, stop_ids=())
+    logp, *_ = jax.jit(functools.partial(score, sampling=plain, prompt_len=width, **fixed))(
+        params, {}, made.tokens, made.valid
+    )
+    logits = torch.tensor(theirs(model, expected, np.asarray(made.valid)))
+    reference = torch.log_softmax(logits[:, :-1], -1).gather(-1, torch.tensor(expected)[:, 1:, None])[..., 0]
+    np.testing.assert_allclose(logp[:, width:], reference[:, width - 1 :], rtol=0, atol=1e-4)  # observed 5e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_every_tensor(family, tmp_path):
     """Mean NLL of valid next tokens. Their gradients go through their own save, as if they were weights."""
     model, (tokens, valid) = random_model(family), batch()
@@ -115,7 +186,7 @@ def test_gradients_of_every_tensor(family, tmp_path):
     @jax.jit
     def gradient(params):
         def mean(params):
-            logits = Decoder(config, Precision(dtype="float32")).apply({"params": params}, tokens, valid)[0]
+            logits = Decoder(config, FLOAT32).apply({"params": params}, tokens, valid)[0]
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
             return -jnp.where(kept, logp, 0).sum() / kept.sum()
 

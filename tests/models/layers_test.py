@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embeddings and the dense MLP against numpy in float64."""
+"""RMSNorm, rotary embeddings and the dense MLP against numpy in float64; which parameters are read unrounded."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from quads_jax.models import layers
+from quads_jax.models.config import ModelConfig
+from quads_jax.models.decoder import Decoder
+from quads_jax.models.hf import parameter_shapes
 from quads_jax.models.layers import MLP, RMSNorm, embed, rotary, take_last
+from quads_jax.pack import leaf_name
 from quads_jax.precision import Precision
 
 
@@ -81,3 +85,22 @@ def test_mlp_is_swiglu_with_gate_first():
     y = MLP(6, Precision(dtype="float32"), name="mlp").apply({"params": params}, jnp.float32(x), None)
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5)  # observed 5e-6, values up to 120
     assert y.dtype == jnp.float32 and isinstance(y, jax.Array)
+
+
+def test_which_parameters_are_read_unrounded():
+    """Every parameter there is, rounded to bf16 beforehand: the logits of a model in bf16 change for these only."""
+    model = ModelConfig(
+        vocab_size=19, d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_mlp=32, experts=3, top_k=2,
+        d_expert=16, d_shared=16, shared_gate=True, qkv_bias=True, dense_layers=(0,), tied_head=False,
+    )  # fmt: skip
+    shapes, rng = parameter_shapes(model), np.random.default_rng(0)
+    params = jax.tree.map(lambda a: np.float32(rng.normal(size=a.shape) + 0.5 * (a.ndim == 1)), shapes)
+    tokens = rng.integers(0, 19, (4, 16)).astype(np.int32)
+    apply = jax.jit(lambda p: Decoder(model, Precision()).apply({"params": p}, tokens, np.ones(tokens.shape, bool))[0])
+    expected, seen = apply(params), set()
+    for path in map(leaf_name, dict(jax.tree_util.tree_leaves_with_path(shapes))):
+        round_it = lambda at, a, path=path: a.astype("bfloat16").astype("float32") if leaf_name(at) == path else a  # noqa: E731
+        changed = bool((apply(jax.tree_util.tree_map_with_path(round_it, params)) != expected).any())
+        assert changed == (path[-2:] in layers.FLOAT32_LEAVES), path
+        seen.add(path[-2:])
+    assert seen >= set(layers.FLOAT32_LEAVES) | set(layers.GEMM_ROLES)
