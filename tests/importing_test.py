@@ -3,7 +3,6 @@
 That rollouts are the same too stands in `checkpoints_test.py`, beside the run that makes the weights.
 """
 
-
 import jax
 import numpy as np
 import pytest
@@ -12,12 +11,12 @@ from quads_jax import checkpoint_formats
 from quads_jax.checkpoint_formats import LAYOUTS
 from quads_jax.importing import load_folder, rollout_reads
 from quads_jax.models import hf
-from quads_jax.pack import gemm_role, is_packed, leaf_name
+from quads_jax.models.presets import FAMILIES
+from quads_jax.pack import gemm_role
 from quads_jax.precision import recipe
-from quads_jax.quant import tensor
 from tests.checkpoint_formats_test import FOLDER, MODELS, THEIRS, W4A4, W4A16, key, masters, scales_of, spoilt
 
-NORM, ROUTER = "model.norm.weight", "model.layers.1.mlp.gate.weight"
+FAMILY = "qwen2_moe"  # it has all that others have, but for norms
 
 
 def bits(folder):
@@ -25,31 +24,30 @@ def bits(folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", MODELS)
-def test_a_folder_that_is_read_and_written_again_is_the_same(family, layout, tmp_path):
+def test_a_folder_that_is_read_and_written_again_is_the_same(layout, tmp_path):
     """Every byte of weights with small blocks, whose scales are E4M3 subnormals, and of a row of zeros."""
-    model, inputs = MODELS[family], scales_of(masters(family))
-    params = jax.tree.map(np.copy, masters(family))
+    model, inputs = MODELS[FAMILY], scales_of(masters(FAMILY))
+    params = jax.tree.map(np.copy, masters(FAMILY))
     out = params["run_0"]["attention"]["out"]
     out[0, :8, :] *= np.float32(2.0) ** -np.arange(14, 22, dtype=np.float32)[:, None]
     out[0, 8] = 0
-    checkpoint_formats.save(tmp_path / "a", params, model, family, W4A4, layout, inputs)
-    read, same, meta = load_folder(tmp_path / "a")
-    assert same == model and all(a.dtype == np.float32 for a in jax.tree.leaves(read))
+    checkpoint_formats.save(tmp_path / "a", params, model, FAMILY, W4A4, layout, inputs)
+    read, _, meta = load_folder(tmp_path / "a")
+    assert all(a.dtype == np.float32 for a in jax.tree.leaves(read))
     assert set(meta["nvfp4_roles"]) == {gemm_role(path) for path in inputs}
-    checkpoint_formats.save(tmp_path / "b", read, model, family, W4A4, layout, inputs)
+    checkpoint_formats.save(tmp_path / "b", read, model, FAMILY, W4A4, layout, inputs)
     assert bits(tmp_path / "a") == bits(tmp_path / "b")
 
 
 def test_parameters_that_are_read_in_float32_are_kept_in_it(tmp_path):
     """In bf16 where that holds them, as of a folder of the hub, so that such a folder is written as it was read."""
-    model, params = MODELS["qwen2_moe"], jax.tree.map(np.copy, masters("qwen2_moe"))
+    model, params = MODELS[FAMILY], jax.tree.map(np.copy, masters(FAMILY))
     read_whole = [f"model.layers.{i}.self_attn.{n}_proj.bias" for i in range(2) for n in "qkv"] + [
         f"model.layers.{i}.mlp.{n}.weight" for i in range(2) for n in ("gate", "shared_expert_gate")
     ]
     params["run_0"]["moe"]["router"][0] = 0.5
-    hf.save(tmp_path / "bf16", params, model, "qwen2_moe")
-    checkpoint_formats.save(tmp_path / "nvfp4", params, model, "qwen2_moe", W4A16, "modelopt")
+    hf.save(tmp_path / "bf16", params, model, FAMILY)
+    checkpoint_formats.save(tmp_path / "nvfp4", params, model, FAMILY, W4A16, "modelopt")
     for name in ("bf16", "nvfp4"):
         tensors = hf.open_folder(tmp_path / name, hf.read_json(tmp_path / name / "config.json"))[2]
         whole = [n for n, tensor in tensors.items() if tensor.dtype == "F32" and not n.endswith("weight_scale_2")]
@@ -64,31 +62,27 @@ def test_other_libraries_folders():
     folder = FOLDER / THEIRS["modelopt"]
     params, model, meta = load_folder(folder)
     assert meta == {"nvfp4_roles": ["experts", "attention"]}
-    stored = checkpoint_formats.load(folder).params
-    seen = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stored, is_leaf=is_packed):
-        master = hf.leaf_at(params, leaf_name(path))
-        if is_packed(leaf):
-            np.testing.assert_array_equal(np.asarray(tensor.dequantize(leaf)), master)
-            seen += 1
-        else:
-            np.testing.assert_array_equal(leaf, master)
-    assert seen == 4
+    refs, where = np.load(folder / "refs.npz"), hf.places(model, FAMILIES["qwen3_moe"])
+    names = [name.removeprefix("dequant/") for name in refs if name.startswith("dequant/")]
+    assert len(names) == 5
+    for name in names:
+        path, index = where[name]
+        np.testing.assert_array_equal(hf.leaf_at(params, path)[index], refs[f"dequant/{name}"])
     with pytest.raises(ValueError) as caught:
         load_folder(FOLDER / THEIRS["compressed_tensors"])
     lines = str(caught.value).splitlines()
-    assert "and " in lines[-1] and lines[1].strip() == (
-        "model.layers.0.self_attn.q_proj.weight is not what quantizing its own numbers gives, so that a rollout would "
+    assert "more" in lines[-1] and lines[1].strip() == (
+        "model.layers.0.self_attn.o_proj.weight is not what quantizing its own numbers gives, so that a rollout would "
         "not use the weights stored here: start from the bf16 folder that it was made of"
     )
 
 
 def test_only_the_weights_that_would_change_are_named(tmp_path):
-    scale = {key(f"model.layers.0.mlp.experts.3.{n}_proj.weight_scale_2"): np.float32(0.01) for n in ("gate", "up")}
+    names = [f"model.layers.0.mlp.experts.3.{n}_proj.weight" for n in ("gate", "up")]
+    scales = {key(f"{name}_scale_2"): np.array(0.01, np.float32) for name in names}
     with pytest.raises(ValueError) as caught:
-        load_folder(spoilt(FOLDER / THEIRS["modelopt"], tmp_path / "x", **scale))
-    named = [line.split()[0] for line in str(caught.value).splitlines()[1:]]
-    assert named == [f"model.layers.0.mlp.experts.3.{n}_proj.weight" for n in ("gate", "up")]
+        load_folder(spoilt(FOLDER / THEIRS["modelopt"], tmp_path / "x", **scales))
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == names
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import storage
 from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.rounding import flush
-from quads_jax.quant.tensor import BlockTensor, dequantize, values
+from quads_jax.quant.tensor import BlockTensor, values
 
 # (block scale in E4M3 steps of 2^-9, which is its byte, and largest code) -> the number that such a code came from
 _NUDGED = {(1, 3.0): 3.25, (2, 4.0): 4.75, (3, 4.0): 5.0}
@@ -27,9 +27,9 @@ _NUDGED = {(1, 3.0): 3.25, (2, 4.0): 4.75, (3, 4.0): 5.0}
 
 def preimage(t: BlockTensor) -> jax.Array:
     """NVFP4 [..., N, K], a unit a matrix -> f32 [..., N, K], which rounded to bf16 quantize to t: dequantized numbers,
-    but of blocks whose scale is an E4M3 subnormal number and whose largest code is below 6 those of that code are
-    raised, 3 to 3.25 or 4 to 4.75. `comes_back` says whether it is so: it is of all that `quantize` makes of bf16
-    numbers, and need not be of what others make.
+    (code * block scale) * global scale with one rounding, but of blocks whose scale is an E4M3 subnormal number and
+    whose largest code is below 6 those of that code are raised, 3 to 3.25 or 4 to 4.75. `comes_back` says whether it is
+    so: it is of all that `quantize` makes of bf16 numbers, and need not be of what others make.
 
     Raises ValueError on another format.
     """
@@ -42,7 +42,7 @@ def preimage(t: BlockTensor) -> jax.Array:
     for (scale, code), number in _NUDGED.items():
         factor = jnp.where((t.block_scale == scale) & (largest == code), number / code, factor)
     nudged = jnp.where(blocks == largest[..., None], factor[..., None], 1.0).reshape(elements.shape)
-    return flush(dequantize(t) * nudged)
+    return flush(values(t) * t.global_scale * nudged)
 
 
 def comes_back(t: BlockTensor, again: BlockTensor) -> jax.Array:

@@ -5,22 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax.quant.formats import MXFP4_EVEN, NVFP4, NVFP4_4O6_MSE
+from quads_jax.quant.formats import MXFP4_EVEN, NVFP4
 from quads_jax.quant.preimage import comes_back, preimage
-from quads_jax.quant.tensor import BlockTensor, dequantize, quantize
+from quads_jax.quant.tensor import BlockTensor, quantize, values
 
 
 def bf16(x):
     return jax.lax.reduce_precision(jnp.float32(x), 8, 7)
 
 
+again = jax.jit(lambda t: quantize(bf16(preimage(t)), NVFP4, unit="expert"))
+
+
 @jax.jit
-def again(t):
-    return quantize(bf16(preimage(t)), NVFP4, unit="expert")
-
-
-def packed(x, fmt=NVFP4):
-    return jax.jit(quantize, static_argnums=1, static_argnames="unit")(bf16(x), fmt, unit="expert")
+def everything(x):
+    """x packed, packed again from its preimage and from its dequantized numbers; these, the preimage; what comes back
+    of the first and of the second.
+    """
+    t = quantize(bf16(x), NVFP4, unit="expert")
+    dequantized = values(t) * t.global_scale
+    plain, once_more = quantize(bf16(dequantized), NVFP4, unit="expert"), again(t)
+    return t, once_more, plain, dequantized, preimage(t), comes_back(t, once_more), comes_back(t, plain)
 
 
 def blocks_of_every_size(largest):
@@ -40,67 +45,57 @@ def blocks_of_every_size(largest):
     return np.concatenate([units, np.zeros_like(units[:, :1])], axis=1)
 
 
-@pytest.mark.parametrize(("exponent", "every"), [(0, 1), (-100, 31), (100, 31)])
-def test_every_block_comes_back(exponent, every):
-    """All 128 mantissas of a unit's amax and of a block's, and all bits, not only the numbers that they stand for."""
-    x = blocks_of_every_size(np.arange(128, 256, every, dtype=np.float32) * np.float32(2.0 ** (exponent - 7)))
-    t = packed(x)
+def test_every_block_comes_back():
+    """All 128 mantissas of a unit's amax and of a block's, some far from 1, and all bits, not only the numbers that
+    they stand for. Dequantized numbers alone would not do in blocks of scale 2^-9 and largest code 3, which would be 0,
+    and of scale 2 * 2^-9 and code 4, of which 1.5 of one step would become; in no others is a number moved.
+    """
+    mantissas = np.arange(128, 256, dtype=np.float32)
+    largest = np.concatenate([[np.float32(2688)], mantissas, mantissas[::63] * 2.0**-100, mantissas[::63] * 2.0**100])
+    x = blocks_of_every_size(np.float32(largest))
+    t, once_more, plain, dequantized, made, comes, plainly = jax.tree.map(np.asarray, everything(x))
     assert {0, 1, 2, 3, 8, 0x7E} <= set(np.unique(t.block_scale).tolist())
-    for ours, theirs in zip(jax.tree.leaves(again(t)), jax.tree.leaves(t), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(once_more), jax.tree.leaves(t), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert bool(comes_back(t, again(t)).all())
+    assert comes.all() and not plainly.any()
+    step, size = 2.0**-9, np.abs(x[0]).max(-1)  # the first unit has S = 1
+    expected = ((size > 3 * step) & (size < 3.5 * step)) | ((size >= 9 * step) & (size <= 10 * step))
+    assert expected.sum() > 20
+    np.testing.assert_array_equal((plain.block_scale != t.block_scale)[0, :, 0], expected)
+    np.testing.assert_array_equal((made != dequantized)[0].any(-1), expected)
 
 
-def test_dequantized_numbers_alone_would_not():
-    """Blocks of scale 2^-9 and largest code 3, of scale 2 * 2^-9 and code 4: they would be 0, and 1.5 of one step."""
-    x = blocks_of_every_size(np.float32([2688.0]))
-    t = packed(x)
-    plain = quantize(bf16(dequantize(t)), NVFP4, unit="expert")
-    lost = (np.asarray(plain.block_scale) != np.asarray(t.block_scale))[0, :, 0]
-    largest = np.abs(x[0]).max(-1)  # of the step 2^-9
-    expected = ((largest > 3 * 2.0**-9) & (largest < 3.5 * 2.0**-9)) | (
-        (largest >= 9 * 2.0**-9) & (largest <= 10 * 2.0**-9)
-    )
-    assert lost.sum() > 20
-    np.testing.assert_array_equal(lost, expected)
-    assert not bool(comes_back(t, plain).any())
-    moved = np.asarray(preimage(t) != dequantize(t))[0].any(-1)
-    np.testing.assert_array_equal(moved, expected)  # and no other number is moved
+def made(first, second, global_scale):
+    """A unit [2,16] by hand: (codes of 0 .. 15, an E4M3 byte) of each row."""
+    codes = np.uint8([first[0], second[0]])
+    scales = np.uint8([[first[1]], [second[1]]])
+    return BlockTensor(codes[:, ::2] | codes[:, 1::2] << 4, scales, np.float32([[global_scale]]), NVFP4)
 
 
-def made(codes, scale, global_scale):
-    """A unit [1,16] by hand: codes of 0 .. 15, an E4M3 byte."""
-    codes = np.uint8(codes)
-    packed = codes[None, ::2] | codes[None, 1::2] << 4
-    return BlockTensor(packed, np.uint8([[scale]]), np.float32([[global_scale]]), NVFP4)
+back = jax.jit(lambda t: comes_back(t, again(t)))
+SIX, FOUR, ZERO = [7, *range(15)], [6, *range(7), *range(8, 15), 0], [0] * 16
+S = 2.0**-8
 
 
-SIX, THREE = [7, *range(15)], [5, *[0] * 15]
+@pytest.mark.parametrize(
+    ("t", "comes"),
+    [
+        (made((SIX, 0x7E), (SIX, 0x38), S), True),
+        (made((SIX, 0x7E), (SIX, 0x38), S * (1 + 2.0**-20)), False),  # its amax is no bf16 number
+        (made((SIX, 0x7D), (SIX, 0x38), S), False),  # nor is 6 * 416 its amax
+        (made((SIX, 0x7E), (FOUR, 0x38), S), False),  # as four-over-six makes them: 4 of 1 would be 6 of 0.6875
+        (made((SIX, 0x7E), ([0, 3, *[0] * 14], 1), S), False),  # 1.5 of 2^-9, a smallest scale: would be 0
+        # libraries give blocks and tensors of zeros scales of 0, 0.125 or 1
+        (made((SIX, 0x7E), (ZERO, 0x38), S), True),
+        (made((ZERO, 0x38), (ZERO, 0x20), 1.0), True),
+        (made((ZERO, 0x7E), (ZERO, 0), 0.0), True),
+    ],
+)
+def test_what_others_make_may_not_come_back(t, comes):
+    assert back(t).tolist() == comes
 
 
-def test_what_our_quantizer_does_not_make_may_not_come_back():
-    good = 2.0**-8
-    assert bool(comes_back(made(SIX, 0x7E, good), again(made(SIX, 0x7E, good))))
-    for t in (
-        made(SIX, 0x7E, good * (1 + 2.0**-20)),  # its amax is no bf16 number
-        made(SIX, 0x7D, good),  # nor is 6 * 416 its amax
-        made(THREE, 0x7E, good),  # 3 * 448 would be 6 * 224
-    ):
-        assert not bool(comes_back(t, again(t)))
-    four_over_six = packed(np.random.default_rng(0).normal(size=(16, 64)), NVFP4_4O6_MSE)
-    t = BlockTensor(four_over_six.codes, four_over_six.block_scale, four_over_six.global_scale, NVFP4)
-    assert not bool(comes_back(t, again(t)))
+def test_other_formats_are_refused():
+    t = BlockTensor(np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.uint8), np.ones((1, 1), np.float32), MXFP4_EVEN)
     with pytest.raises(ValueError, match="a preimage of format mxfp4_even is not known: only of nvfp4"):
-        preimage(quantize(jnp.ones((1, 32)), MXFP4_EVEN, unit="expert"))
-
-
-def test_zeros_come_back_whatever_their_scales():
-    """Libraries give blocks and tensors of zeros scales of 0, 0.125 or 1."""
-    for scale, global_scale in ((0x38, 1.0), (0, 1.0), (0x20, 0.0)):
-        t = made([0] * 16, scale, global_scale)
-        assert bool(comes_back(t, again(t)))
-    t = made(SIX, 0x7E, 1.0)
-    both = BlockTensor(
-        np.concatenate([t.codes, np.zeros((1, 8), np.uint8)]), np.uint8([[0x7E], [0x38]]), t.global_scale, NVFP4
-    )
-    assert bool(comes_back(both, again(both))) and again(both).block_scale.tolist() == [[0x7E], [0]]
+        preimage(t)
