@@ -145,7 +145,7 @@ def test_an_exported_policy_makes_the_rollouts_of_the_run(layout, exported, run,
         return gemms, quant, static(*arguments), continuous(*arguments)
 
     expected = rollouts(state.params)
-    assert len(expected[0]) == 4 and expected[2].mask.sum() > 50
+    assert len(expected[0]) == 4 and expected[2].mask.sum() > 30
     read, model, meta = load_weights(tmp_path / "folder")
     assert model == MODEL and meta == {"nvfp4_roles": ["experts", "attention"]}
     same_bits(rollouts(read), expected)
