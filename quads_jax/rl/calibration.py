@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -65,6 +66,7 @@ def channel_orders(statistics: Any, params: Any, precision: Precision) -> Any:
     return jax.tree.unflatten(tree, adaptive_masks(shares, spec.ratio))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _multiplied(w: jax.Array, layer: LayerPrecision) -> jax.Array:
     """A master as products see it under `layer`, in f32."""
     return ops.round_bf16(w) if layer.weight is None else tensor.dequantize(ops.prepare_weight(w, layer))
