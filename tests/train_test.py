@@ -60,6 +60,10 @@ def config(weights, **changes):
     return dataclasses.replace(base, **changes)
 
 
+def rounded(a):
+    return np.asarray(a.astype("bfloat16").astype("float32"))
+
+
 def test_a_run_leaves_config_metrics_and_weights(weights, tmp_path):
     cfg = config(weights)
     seen = []
@@ -79,9 +83,11 @@ def test_a_run_leaves_config_metrics_and_weights(weights, tmp_path):
     assert 0 <= train_rows[2]["refresh/changed"] <= 1
     saved, model, meta = load_weights(tmp_path / "run/weights.msgpack")
     assert model == MODEL and meta["steps"] == 3
-    rounded = lambda tree: jax.tree.map(lambda a: np.asarray(a.astype("bfloat16").astype("float32")), tree)  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, saved, rounded(state.params))
-    shrunk = jax.tree.map(lambda a, b: float(np.mean(np.abs(a)) / np.mean(np.abs(b))), saved, rounded(params()))
+    jax.tree_util.tree_map_with_path(
+        lambda at, a, b: np.testing.assert_array_equal(a, b if at[-1].key == "router" else rounded(b)),
+        saved, state.params,
+    )  # fmt: skip
+    shrunk = jax.tree.map(lambda a, b: float(np.mean(np.abs(a)) / np.mean(np.abs(rounded(b)))), saved, params())
     assert all(0.4 < ratio < 0.7 for ratio in jax.tree.leaves(shrunk))  # 6 optimizer steps of decay 0.1: 0.53
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["status"] == "finished" and info["rollout"] == "W4A4+RAC 0.5 block" and info["trainer"] == "W4A16"

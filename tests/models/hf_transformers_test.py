@@ -126,7 +126,7 @@ def test_hidden_states_and_routes_of_every_layer(family, tmp_path):
     assert len(states) == config.layers
     for layer in range(config.layers - 1):  # what they call the last is after the final norm
         theirs = expected.hidden_states[layer + 1].numpy()
-        np.testing.assert_allclose(states[layer][valid], theirs[valid], rtol=0, atol=2e-4)  # observed 8e-6 of 20
+        np.testing.assert_allclose(states[layer][valid], theirs[valid], rtol=0, atol=2e-4)  # observed 2.3e-5 of 26
     if moe:
         assert len(expected.router_logits) == moe
         for layer, logits in enumerate(expected.router_logits):
@@ -159,7 +159,7 @@ def test_greedy_continuation_and_its_log_probs(family, tmp_path):
     )
     logits = torch.tensor(theirs(model, expected, np.asarray(made.valid)))
     reference = torch.log_softmax(logits[:, :-1], -1).gather(-1, torch.tensor(expected)[:, 1:, None])[..., 0]
-    np.testing.assert_allclose(logp[:, width:], reference[:, width - 1 :], rtol=0, atol=1e-4)  # observed 5e-6
+    np.testing.assert_allclose(logp[:, width:], reference[:, width - 1 :], rtol=0, atol=1e-4)  # observed 4.6e-6 of 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
