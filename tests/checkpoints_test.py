@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quads_jax import checkpoints, config_tree
+from quads_jax.checkpoint_formats import LAYOUTS
 from quads_jax.checkpoints import SHIPPED, load_weights, save_weights, weights_sha256
 from quads_jax.config import RecipeConfig, WarmStartConfig
 from quads_jax.exporting import ExportConfig, export
@@ -122,17 +123,14 @@ def same_bits(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
 
 
-@pytest.mark.parametrize(("layout", "exported"), [("compressed_tensors", "QUADS"), ("modelopt", "W4A16")])
-def test_an_exported_policy_makes_the_rollouts_of_the_run(layout, exported, run, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exported_policy_makes_the_rollouts_of_the_run(layout, run, tmp_path):
     """From an NVFP4 folder and from the run's weights file, at one seed and bit for bit those of the f32 masters that
     training ended with: packed weights, channel orders measured anew, tokens and log-probs of both engines.
     """
     _, out, state = run
-    more = {"task": TASK, "rows": 8} if exported == "QUADS" else {}  # input scales
-    export(
-        ExportConfig(init=str(out / "weights.msgpack"), format=layout, recipe=RecipeConfig(name=exported), **more),
-        tmp_path / "folder",
-    )
+    made_of = {"init": str(out / "weights.msgpack"), "recipe": RecipeConfig(name="W4A16")}  # QUADS adds input scales
+    export(ExportConfig(format=layout, **made_of), tmp_path / "folder")
     s = setup(config(str(tmp_path / "folder"), steps=2, recipe=QUADS), MODEL)
     prompts, valid, _ = group_prompts(s, 5)
     fixed = s.model, s.recipe.rollout, s.sampling, TASK.tokenizer.pad_id, s.shape
