@@ -13,10 +13,14 @@ from quads_jax.importing import load_folder, rollout_reads
 from quads_jax.models import hf
 from quads_jax.models.presets import FAMILIES
 from quads_jax.pack import gemm_role
-from quads_jax.precision import recipe
-from tests.checkpoint_formats_test import FOLDER, MODELS, THEIRS, W4A4, W4A16, key, masters, scales_of, spoilt
+from quads_jax.precision import LayerPrecision, make_precision, recipe
+from quads_jax.quant.formats import NVFP4
+from tests.checkpoint_formats_test import FOLDER, MODELS, THEIRS, key, masters, scales_of, spoilt
 
 FAMILY = "qwen2_moe"  # it has all that others have, but for norms
+ROLES = ("attention", "experts")
+PRECISION = make_precision("W4A4", LayerPrecision(NVFP4, NVFP4), ROLES)
+ATTENTION = make_precision("W4A16", LayerPrecision(NVFP4), ROLES[:1])
 
 
 def bits(folder):
@@ -26,16 +30,16 @@ def bits(folder):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_that_is_read_and_written_again_is_the_same(layout, tmp_path):
     """Every byte of weights with small blocks, whose scales are E4M3 subnormals, and of a row of zeros."""
-    model, inputs = MODELS[FAMILY], scales_of(masters(FAMILY))
+    model, inputs = MODELS[FAMILY], {p: s for p, s in scales_of(masters(FAMILY)).items() if gemm_role(p) in ROLES}
     params = jax.tree.map(np.copy, masters(FAMILY))
     out = params["run_0"]["attention"]["out"]
     out[0, :8, :] *= np.float32(2.0) ** -np.arange(14, 22, dtype=np.float32)[:, None]
     out[0, 8] = 0
-    checkpoint_formats.save(tmp_path / "a", params, model, FAMILY, W4A4, layout, inputs)
+    checkpoint_formats.save(tmp_path / "a", params, model, FAMILY, PRECISION, layout, inputs)
     read, _, meta = load_folder(tmp_path / "a")
     assert all(a.dtype == np.float32 for a in jax.tree.leaves(read))
-    assert set(meta["nvfp4_roles"]) == {gemm_role(path) for path in inputs}
-    checkpoint_formats.save(tmp_path / "b", read, model, FAMILY, W4A4, layout, inputs)
+    assert set(meta["nvfp4_roles"]) == {gemm_role(path) for path in inputs} == set(ROLES)
+    checkpoint_formats.save(tmp_path / "b", read, model, FAMILY, PRECISION, layout, inputs)
     assert bits(tmp_path / "a") == bits(tmp_path / "b")
 
 
@@ -47,7 +51,7 @@ def test_parameters_that_are_read_in_float32_are_kept_in_it(tmp_path):
     ]
     params["run_0"]["moe"]["router"][0] = 0.5
     hf.save(tmp_path / "bf16", params, model, FAMILY)
-    checkpoint_formats.save(tmp_path / "nvfp4", params, model, FAMILY, W4A16, "modelopt")
+    checkpoint_formats.save(tmp_path / "nvfp4", params, model, FAMILY, ATTENTION, "modelopt")
     for name in ("bf16", "nvfp4"):
         tensors = hf.open_folder(tmp_path / name, hf.read_json(tmp_path / name / "config.json"))[2]
         whole = [n for n, tensor in tensors.items() if tensor.dtype == "F32" and not n.endswith("weight_scale_2")]
