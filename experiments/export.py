@@ -14,7 +14,7 @@ def run() -> None:
     common.refuse_unused("workdir", "set", "dry_run", "task", "recipe")
     config = common.configured(ExportConfig())
     with common.usage_errors():
-        check_export(config, load_weights(config.init)[1])
+        check_export(config, *load_weights(config.init)[1:])
     if common.FLAGS.dry_run:
         print(json.dumps(config_tree.to_json(config), indent=1))
         return

@@ -40,6 +40,7 @@ LeafPath = tuple[str, ...]
 QUANT_CONFIG, LEGACY = "quantization_config", "hf_quant_config.json"
 _LARGEST = np.float32(NVFP4.largest)
 _ONE = np.float32(1)
+_SMALLEST = np.finfo(np.float32).tiny  # of numbers that products do not flush to 0
 _E4M3_LARGEST = 0x7E  # the bytes above are NaN and negative numbers
 
 
@@ -291,6 +292,9 @@ def load(folder: str | os.PathLike) -> Checkpoint:
     wanted = dict(_wanted(packed, shapes, kind, activations))
     rest = {name: tensor for name, tensor in tensors.items() if name not in wanted}
     problems += lacking + hf.differences(rest, plain, shapes, model) + _wrong(wanted, tensors)
+    for name, place in packed.items():
+        if (k := hf.shape_at(shapes, place)[1]) % NVFP4.block:
+            problems.append(f"K={k} of {name} is not a multiple of {NVFP4.block}: NVFP4 has no such weight")
     roles, mixed = _roles(packed, plain)
     problems += mixed
     if not problems:
@@ -299,7 +303,9 @@ def load(folder: str | os.PathLike) -> Checkpoint:
         problems += wrong + wrong_inputs
     if problems:
         raise hf.refused(folder, problems)
-    params = _filled(packed, plain, shapes, tensors, kind, scales)
+    params, problems = _filled(packed, plain, shapes, tensors, kind, scales)
+    if problems:
+        raise hf.refused(folder, problems)
     layer = LayerPrecision(weight=NVFP4, activation=NVFP4 if activations else None)
     precision = make_precision("W4A4" if activations else "W4A16", layer, roles)
     stacked = {place[0]: np.zeros(hf.leaf_at(shapes, place[0]).shape[:-2], np.float32) for place in packed.values()}
@@ -404,8 +410,8 @@ def _filled(
     tensors: Mapping[str, hf.Stored],
     kind: Layout,
     scales: Mapping[tuple[LeafPath, tuple[int, ...]], np.float32],
-) -> Any:
-    """The parameters, filled one tensor at a time."""
+) -> tuple[Any, list[str]]:
+    """(the parameters, filled one tensor at a time; what is wrong with their numbers)."""
     paths = {path for path, _ in packed.values()}
 
     def empty(path: Any, leaf: Any) -> Any:
@@ -416,16 +422,19 @@ def _filled(
         return BlockTensor(codes, block, np.empty((*lead, 1, 1), np.float32), NVFP4)
 
     params = jax.tree_util.tree_map_with_path(empty, shapes)
-    for name, (path, index) in plain.items():
-        hf.leaf_at(params, path)[index] = tensors[name].read()
+    problems = hf.fill(params, plain, tensors)
     for name, (path, index) in packed.items():
         leaf, stored = hf.leaf_at(params, path), f"{name.removesuffix('.weight')}.{kind.block}"
         leaf.codes[index] = tensors[_codes_name(name, kind)].read()
         leaf.block_scale[index] = block = tensors[stored].read()
         if block.max(initial=0) > _E4M3_LARGEST:
-            raise ValueError(f"{stored} has the byte {block.max():#x}, NaN or a negative scale: the file is damaged")
+            problems.append(f"{stored} has the byte {block.max():#x}, NaN or a negative scale: the file is damaged")
+        elements = leaf.codes[index] & 0x77  # both codes of a byte, without their signs
+        if elements.any() and not kind.divisor and scales[path, _unit(index)] < _SMALLEST:
+            scale = f"{name.removesuffix('.weight')}.{kind.weight}"
+            problems.append(f"{scale} is {scales[path, _unit(index)]}, which makes zeros of codes that are not")
     for (path, unit), scale in scales.items():
         leaf = hf.leaf_at(params, path)
         zeros = kind.divisor and scale == 1 and not (leaf.codes[unit] & 0x77).any()  # as `divisor` writes them
         leaf.global_scale[unit] = 0 if zeros else scale
-    return params
+    return params, problems

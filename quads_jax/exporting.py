@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,9 +55,19 @@ class ExportConfig:
     tokenizer: str | None = None  # folder of tokenizer files and token ids; none: init where it is a folder
 
 
-def check_export(cfg: ExportConfig, model: ModelConfig) -> tuple[str, Recipe]:
-    """(family, recipe). Raises ValueError on a config that cannot run or holds a setting without effect."""
+def check_export(cfg: ExportConfig, model: ModelConfig, meta: Mapping[str, Any] | None = None) -> tuple[str, Recipe]:
+    """(family, recipe). meta: what the weights file says of its run.
+
+    Raises ValueError on a config that cannot run or holds a setting without effect, and on weights that were trained
+    in another channel order than the one exported.
+    """
     recipe = cfg.recipe.resolve()
+    trained = (meta or {}).get("config", {}).get("recipe") or {}
+    if cfg.format != BF16 and trained.get("policy") == "static":
+        raise ValueError(
+            f"init={cfg.init!r} was trained with recipe.policy=static, whose rollouts quantize permuted channels: "
+            "NVFP4 in natural order is another policy. Export format=bf16, or train with another recipe.policy"
+        )
     if cfg.recipe.refresh_every:
         raise ValueError(f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect: nothing is trained here")
     default = ExportConfig()
@@ -148,7 +158,11 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
     """
     folder = Path(folder)
     params, model, meta = load_weights(cfg.init)
-    family, recipe = check_export(cfg, model)
+    family, recipe = check_export(cfg, model, meta)
+    if broken := [name for name, leaf in _leaves(params) if not np.isfinite(leaf).all()]:
+        raise ValueError(
+            f"init={cfg.init!r} holds NaN or infinity in {', '.join(broken)}: export an earlier checkpoint"
+        )
     if cfg.format == BF16:
         hf.save(folder, params, model, family)
     else:
@@ -173,6 +187,11 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
     }
     write_json(folder / RECORD, record)
     return record
+
+
+def _leaves(params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        yield "/".join(leaf_name(path)), np.asarray(leaf)
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> list[str]:

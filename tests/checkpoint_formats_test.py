@@ -411,6 +411,10 @@ def test_all_that_is_wrong_stands_in_one_error(tmp_path):
         ("modelopt", {key(Q + "weight"): np.zeros((64, 64), np.float32), key(Q + "weight_scale"): None,
                       key(Q + "weight_scale_2"): None, key(Q + "input_scale"): None},
          "q_proj.weight is not quantized, but other weights of its role are"),
+        ("modelopt", {key(Q.replace("q_", side) + "weight_scale_2"): np.array(0, np.float32) for side in ("q_", "k_", "v_")
+                      },
+         "q_proj.weight_scale_2 is 0.0, which makes zeros of codes that are not"),
+        ("modelopt", {"model__norm__weight": np.full(64, np.nan, np.float32)}, "norm.weight holds NaN or infinity"),
     ],
 )  # fmt: skip
 def test_damaged_and_mixed_weights(layout, changes, message, tmp_path):
@@ -447,6 +451,18 @@ def test_a_group_of_other_numbers_is_refused(tmp_path):
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= {"group_size": 32, "type": "int"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"weights.type='int', not 'float'\n.*weights.group_size=32, not 16"):
+        load(folder)
+
+
+def test_a_k_that_no_block_divides_is_refused(tmp_path):
+    """33 channels, of which 32 are stored."""
+    folder = tmp_path / "x"
+    model = ModelConfig(**SIZES | {"d_mlp": 32}, layers=1, experts=0)
+    save(folder, random_params(model), model, "qwen3", W4A16, "modelopt")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 33}))
+    down = "model.layers.0.mlp.down_proj.weight"
+    with pytest.raises(ValueError, match=f"K=33 of {down} is not a multiple of 16"):
         load(folder)
 
 

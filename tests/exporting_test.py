@@ -184,6 +184,22 @@ def test_settings_without_effect_and_impossible_ones(changes, message):
         check_export(ExportConfig(**changes), tiny.MODEL)
 
 
+def test_weights_of_permuted_channels_are_not_exported_as_others():
+    meta = {"config": {"recipe": {"name": "QUADS", "policy": "static"}}}
+    check_export(ExportConfig(), tiny.MODEL, meta)  # bf16 is what it is
+    with pytest.raises(ValueError, match="was trained with recipe.policy=static.*Export format=bf16"):
+        check_export(ExportConfig(format="modelopt", recipe=RecipeConfig(name="W4A16")), tiny.MODEL, meta)
+
+
+def test_broken_weights_are_not_exported(tmp_path):
+    params = jax.tree.map(np.array, tiny.params())
+    params["embedding"][0, 0] = np.nan
+    save_weights(tmp_path / "weights.msgpack", params, tiny.MODEL, {})
+    with pytest.raises(ValueError, match="holds NaN or infinity in embedding: export an earlier checkpoint"):
+        export(ExportConfig(init=str(tmp_path / "weights.msgpack")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_family_is_the_first_that_can_hold_the_model():
     sizes = {"vocab_size": 17, "d_model": 16, "heads": 2, "head_dim": 8}
     models = {

@@ -61,7 +61,7 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, Mode
 
     Raises ValueError, with every reason found: a folder that is no checkpoint, another architecture, features that the
     decoder lacks, shards outside the folder, missing, damaged or of an unknown dtype, tensors that are missing, unknown
-    or of another shape than config.json says.
+    or of another shape than config.json says, or hold NaN or infinity.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
@@ -71,9 +71,19 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, Mode
     if problems:
         raise refused(folder, problems)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, jnp.dtype(dtype)), shapes)
+    if problems := fill(params, where, tensors):
+        raise refused(folder, problems)
+    return params, model
+
+
+def fill(params: Any, where: Mapping[str, Place], tensors: Mapping[str, Stored]) -> list[str]:
+    """Copies the tensors named in `where` to their places, one at a time; what is wrong with their numbers."""
+    problems = []
     for name, (path, index) in where.items():
         leaf_at(params, path)[index] = tensors[name].read()
-    return params, model
+        if not np.isfinite(leaf_at(params, path)[index]).all():
+            problems.append(f"{name} holds NaN or infinity: the file is damaged, or what wrote it had diverged")
+    return problems
 
 
 def save(folder: str | os.PathLike, params: Any, model: ModelConfig, family: str) -> None:

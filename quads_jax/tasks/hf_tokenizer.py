@@ -159,7 +159,12 @@ class PromptError(ValueError):
 def _ids(tokenizer: Any, text: str, alone: bool = False) -> list[int]:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError(f"cannot encode {show(text)}: it has half of a surrogate pair")
-    return tokenizer.encode(text, add_special_tokens=alone).ids
+    try:
+        return tokenizer.encode(text, add_special_tokens=alone).ids
+    except BaseException as error:  # a panic of the library's is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"cannot encode {show(text)}: the tokenizer says {str(error)[:200]!r}") from error
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -170,6 +175,8 @@ def _alone(loaded: _Loaded, prompt: str) -> list[int]:
     ids = _ids(loaded.text, prompt, alone=True)
     while ids and ids[-1] in loaded.stop:
         ids.pop()
+    if ids and max(ids) >= loaded.vocabulary:  # a post-processor's own, which no vocabulary need hold
+        raise ValueError(f"tokenizer.json adds the token id {max(ids)}: its vocabulary ends at {loaded.vocabulary - 1}")
     return ids
 
 

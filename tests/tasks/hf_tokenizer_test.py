@@ -260,6 +260,18 @@ def test_a_folder_without_template_has_prompts_of_its_own_tokens(folder, bpe):
     assert closed.encode_prompts(["12"]) == [closed.encode("12")]  # a prompt is not ended
 
 
+def test_a_token_beyond_the_vocabulary_and_a_failing_library_are_errors(folder, bpe):
+    made = tokenizers.Tokenizer.from_str(bpe)
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99999)])
+    beyond = read(folder("beyond", tokenizer=made.to_str(), tokenizer_config={"eos_token": "<|im_end|>"}))
+    with pytest.raises(ValueError, match=f"adds the token id 99999: its vocabulary ends at {beyond.vocab_size - 1}"):
+        beyond.encode_prompts(["12"])
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"12": 0, "<e>": 1}, unk_token="<unk>"))
+    unknown = read(folder("unknown", tokenizer=words.to_str(), tokenizer_config={"eos_token": "<e>"}))
+    with pytest.raises(ValueError, match="cannot encode '13': the tokenizer says .*WordLevel"):
+        unknown.encode("13")
+
+
 def test_where_a_template_comes_from(folder):
     def text(name, **files):
         ours = read(folder(name, **files))
