@@ -411,8 +411,8 @@ def test_all_that_is_wrong_stands_in_one_error(tmp_path):
         ("modelopt", {key(Q + "weight"): np.zeros((64, 64), np.float32), key(Q + "weight_scale"): None,
                       key(Q + "weight_scale_2"): None, key(Q + "input_scale"): None},
          "q_proj.weight is not quantized, but other weights of its role are"),
-        ("modelopt", {key(Q.replace("q_", side) + "weight_scale_2"): np.array(0, np.float32) for side in ("q_", "k_", "v_")
-                      },
+        ("modelopt", {key(Q.replace("q_proj", f"{side}_proj") + "weight_scale_2"): np.array(0, np.float32)
+                      for side in "qkv"},
          "q_proj.weight_scale_2 is 0.0, which makes zeros of codes that are not"),
         ("modelopt", {"model__norm__weight": np.full(64, np.nan, np.float32)}, "norm.weight holds NaN or infinity"),
     ],
