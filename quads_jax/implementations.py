@@ -190,7 +190,7 @@ QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
 # None until the quantizer and the shared blocks that came after the first GPU run are proven there.
 AUTOMATIC_ON_HOPPER: str | None = None
 # Weights of a product from which it is automatic. Measured on an H200 against decoded weights in BF16: 1.6 to 2.8 times
-# as fast at 200 M and more (1 to 64 rows, experts 16), from 1.3 times to slower at 10 M to 17 M: launches decide.
+# as fast at 200 M and more (1 to 64 rows, experts 16), from 1.3 times to slower at 10 M to 50 M: launches decide.
 AUTOMATIC_WEIGHTS = 64e6
 
 
