@@ -7,8 +7,10 @@ job that crashed or hung: a failure costs one job.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,31 +23,41 @@ from typing import Any
 import jax
 
 JOB_SECONDS = 75  # a job that takes longer hangs
+SANITIZE_SECONDS = 400  # under compute-sanitizer everything is slow
 
 Row = dict[str, Any]
 Job = tuple[Row, Callable[[], Row]]
 
 
 def main(
-    module: str, doc: str, make: Callable[[bool, bool], list[Job]], report: Callable[[Path, list[Row]], None]
+    module: str,
+    doc: str,
+    make: Callable[[bool, bool], list[Job]],
+    report: Callable[[Path, list[Row]], None],
+    sanitized: tuple[str, ...] = (),
 ) -> None:
     """The command line of `module`. make(prove, bench) lists the jobs, the telling ones first; report(folder, rows)
-    prints and draws what proofs alone do not say.
+    prints and draws what proofs alone do not say. sanitized: names of the proofs that --sanitize runs.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prove", action="store_true", help="check exact results")
     parser.add_argument("--bench", action="store_true", help="measure")
+    if sanitized:
+        parser.add_argument("--sanitize", action="store_true", help="a few proofs under compute-sanitizer")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and draw a folder's rows again")
     parser.add_argument("--seconds", type=float, default=480, help="time limit")
     parser.add_argument("--out", type=Path, default=Path(module.split(".")[-2] + "_bench"), metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="only jobs whose description holds this text")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.sanitize = bool(sanitized) and args.sanitize
     if args.report:
         return show(args.report, report)
     if args.child is None:
         jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
-    todo = [job for job in make(args.prove, args.bench) if args.only in json.dumps(job[0])]
+    tools = ("memcheck", "racecheck") if args.sanitize else ()
+    todo = [({"sanitize": tool}, functools.partial(sanitize, module, tool, sanitized)) for tool in tools]
+    todo += [job for job in make(args.prove, args.bench) if args.only in json.dumps(job[0])]
     if not todo:
         parser.error(f"nothing to do: choose --prove, --bench or --report (--only={args.only!r} may leave no job)")
     if args.child is not None:
@@ -61,7 +73,8 @@ def run_jobs(todo: list[Job], start: int) -> None:
     for i in range(start, len(todo)):
         about, job = todo[i]
         say({"started": i})
-        watchdog = threading.Timer(JOB_SECONDS, _hung, (i, about))
+        seconds = SANITIZE_SECONDS if "sanitize" in about else JOB_SECONDS
+        watchdog = threading.Timer(seconds, _hung, (i, about, seconds))
         watchdog.daemon = True
         watchdog.start()
         begin = time.perf_counter()
@@ -80,8 +93,8 @@ def say(row: Row) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _hung(i: int, about: Row) -> None:
-    say({"job": i} | about | {"ok": False, "error": f"no end after {JOB_SECONDS} s: a deadlock, or a slow compilation"})
+def _hung(i: int, about: Row, seconds: float) -> None:
+    say({"job": i} | about | {"ok": False, "error": f"no end after {seconds} s: a deadlock, or a slow compilation"})
     os._exit(3)
 
 
@@ -89,7 +102,8 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> None:
     """In the parent: children until all jobs are done or the time is up."""
     args.out.mkdir(parents=True, exist_ok=True)
     end, start = time.monotonic() + args.seconds, 0
-    command = [sys.executable, "-m", module, f"--only={args.only}", "--prove" * args.prove, "--bench" * args.bench]
+    chosen = ["--prove" * args.prove, "--bench" * args.bench, "--sanitize" * args.sanitize]
+    command = [sys.executable, "-m", module, f"--only={args.only}", *chosen]
     with (args.out / "rows.jsonl").open("w") as file:
         while start < len(todo) and time.monotonic() < end:
             child = subprocess.Popen([*filter(None, command), f"--child={start}"], stdout=subprocess.PIPE, text=True)
@@ -117,6 +131,28 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> None:
         print(f"time is up after {start} of {len(todo)} jobs: --only=TEXT picks some, --seconds gives more time")
 
 
+def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
+    """Proofs of `module` by name under compute-sanitizer, in processes of their own; skipped by name without it."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {"ok": True, "skipped": "compute-sanitizer is not on PATH: install it with the CUDA toolkit"}
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module, "--prove"]
+    said, failed = [], []
+    for case in cases:
+        child = subprocess.run(
+            [*command, f"--only={json.dumps(case)}", "--child=0"],
+            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # this process holds memory of its own
+            capture_output=True,
+            text=True,
+        )
+        rows = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        if child.returncode or not any(row.get("ok") for row in rows if "prove" in row):
+            failed.append(case)
+        lines = [line for line in (child.stdout + child.stderr).splitlines() if line.startswith("=========")]
+        said += lines[-6:] if case in failed else lines[-1:]
+    return {"ok": not failed, "cases": list(cases), "failed": failed, "said": said}
+
+
 def show(folder: Path, report: Callable[[Path, list[Row]], None]) -> None:
     """What of FOLDER/rows.jsonl is proven and what failed, then the kernel's own report."""
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -128,4 +164,6 @@ def show(folder: Path, report: Callable[[Path, list[Row]], None]) -> None:
             *(f"  FAILED {name}" for name in failed),
             sep="\n",
         )
+    for row in (row for row in rows if "sanitize" in row):
+        print(*(f"{key}: {value}" for key, value in row.items() if key not in ("job", "job_seconds")), sep="  ")
     report(folder, rows)

@@ -19,7 +19,7 @@ READ_BYTES = 4.46e12  # a second, a reduction on an H200
 COPY_BYTES = 3.31e12  # a second, read and written, an elementwise copy there
 _L2_BYTES = 60e6
 _FEW = 2
-_REPEATS = 7
+_REPEATS = 15
 _RUN_SECONDS = 0.02  # of the longer program
 
 

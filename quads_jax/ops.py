@@ -31,6 +31,7 @@ from quads_jax.implementations import (  # noqa: F401
     choose,
     choose_packed,
     choose_quantizing,
+    is_automatic,
 )
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import residual as rac
@@ -110,7 +111,7 @@ def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, BlockTensor):
             return leaf
-        automatic = implementation is None and can_read(None, leaf.fmt, dtype)
+        automatic = implementation is None and can_read(None, leaf.fmt, dtype) and is_automatic(leaf.shape)
         if automatic or _reads_packed(leaf, leaf.fmt, dtype, implementation):
             return arrange(leaf, permuted=leaf.layout == _PERMUTED)
         return _decoded(leaf, dtype)

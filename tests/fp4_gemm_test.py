@@ -1,7 +1,6 @@
 """The FP4 GEMM without a GPU: its layout, the PTX that decodes, the tile algorithm, and the kernel by interpreter."""
 
 import functools
-import json
 import re
 
 import jax
@@ -10,9 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import compat, jobs, timing
-from pallas_kernels.fp4_gemm import bench, decode, layout, measure, mosaic, prove, reference, shapes, tiling
+from pallas_kernels import compat
+from pallas_kernels.fp4_gemm import agree, decode, layout, mosaic, reference, tiling
 from pallas_kernels.fp4_gemm.tiling import Config
+from quads_jax.models.decoder import init_params
+from quads_jax.models.presets import MODELS
+from quads_jax.pack import pack as prepare
+from quads_jax.precision import recipe
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
 from quads_jax.quant.formats import NVFP4
@@ -212,6 +215,12 @@ def test_reference_against_float64(m, n, k, s, experts):
     got = matmul(*args, **kwargs)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-7 * np.abs(want).max())  # observed 6.3e-8 of the maximum
+    order = lambda name, a: layout.arrange(a, 1) if name == "residual" else a  # noqa: E731
+    arranged = {name: order(name, a) for name, a in kwargs.items()}
+    handed = jax.jit(functools.partial(reference.matmul, arranged=True))(
+        layout.arrange(args[0], 1), args[1], **arranged
+    )
+    np.testing.assert_array_equal(handed, got)
     half = jax.jit(functools.partial(reference.matmul, out_dtype=jnp.bfloat16))(*args, **kwargs)
     np.testing.assert_array_equal(
         half.astype(np.float32), np.asarray(got).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -259,13 +268,20 @@ def test_a_nan_scale_reaches_its_rows_only():
         ((24, 400, 192, 64, 3), Config(8, 1, 2, blocks=5)),  # 12 tiles, buffers go on from one to the next
         ((29, 200, 256, 256, None), Config(8, 1, 3, 1, 2, True, 3)),
         ((13, 40, 192, 64, None), Config(8, 1, 2, 2, 3, True)),
+        # each part goes round its buffers and ends in both loops
+        ((5, 33, 640, 384, None), Config(8, 1, 4, 2, 1, parts=2)),
+        ((5, 33, 128, 128, None), Config(8, 1, 4, 2, 1, True, parts=2, turns=True)),
+        ((5, 33, 192, 64, None), Config(8, 1, 2, 2, 1, turns=True, ahead=True)),
     ],
 )
 def test_kernel_by_interpreter(shape, config):
     """Barriers, buffers, parts of K, groups and scales; the interpreter raises on a barrier nobody waits for."""
-    args, kwargs, want = operands(*shape)
+    (x, w), kwargs, want = operands(*shape)
+    x = layout.arrange(x, 1)
+    if "residual" in kwargs:
+        kwargs["residual"] = layout.arrange(kwargs["residual"], 1)
     with compat.interpreted():
-        got = mosaic.matmul(*args, **kwargs, config=config, interpret=True)
+        got = mosaic.matmul(x, w, **kwargs, arranged=True, config=config, interpret=True)
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-7 * np.abs(want).max())  # observed 9.6e-8
 
 
@@ -302,7 +318,12 @@ def test_errors_name_value_and_fix():
             reference.matmul(**{"x": x, "w": w} | kwargs)
     for config, message in [
         (Config(24, 1, 2), "tokens=24 of a tiling is none of"),
-        (Config(8, 1, 2, 4), "warpgroups=4 does not divide the 2 row tiles of N=64"),
+        (Config(8, 1, 2, 4), "warpgroups=4 / parts=1 x shared=1 does not divide the 2 row tiles of N=64"),
+        (Config(8, 1, 2, shared=2), "warpgroups=2 / parts=1 x shared=2 does not divide the 2 row tiles of N=64"),
+        (Config(8, 1, 3, 4, parts=2), "stages=3 of t8 c1 s3 w4 k1 parts=2 must be a multiple of parts=2"),
+        (Config(8, 1, 2, 2, 9, joined=True), "a cluster, 2 to 8 blocks"),
+        (Config(8, 1, 2, 2, parts=2, turns=True), "has 1 stages of K, not a multiple of parts: no turns"),
+        (Config(8, 1, 2, blocks=9, turns=True), "b9 turns shares tiles among blocks=9"),
         (Config(8, 2, 2), "columns=2 x splits=1 does not divide the 1 column tiles of K=64"),
         (Config(8, 1, 2, 2, 1, True), "t8 c1 s2 w2 k1 stacked needs a residual"),
         (Config(128, 1, 2, 4), "needs 122 registers a thread and can have 96"),
@@ -316,103 +337,41 @@ def test_errors_name_value_and_fix():
         tiling.choose(4, w, False, 4)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_every_projection_of_a_preset_has_a_tiling(name):
+    """N and K of each weight that a recipe quantizes, at rows of decoding and prefill, experts in blocks of rows."""
+    model = MODELS[name]
+    params = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
+    packed = jax.eval_shape(lambda p: prepare(p, {}, recipe("NAIVE").rollout), params)
+    leaves = [a for a in jax.tree.leaves(packed, is_leaf=lambda a: isinstance(a, tensor.BlockTensor))]
+    shapes_of = {a.shape[1:] for a in leaves if isinstance(a, tensor.BlockTensor)}  # without the layers
+    assert len(shapes_of) == 4  # qkv, o, gate_up and down
+    for *experts, n, k in shapes_of:
+        codes, scales = (jax.ShapeDtypeStruct((*experts, n, k // d), jnp.uint8) for d in (2, 16))
+        w = jax.eval_shape(layout.pack, codes, scales)
+        for rows in (8, 16, 64, 256) if experts else (1, 16, 64, 256, 4096):
+            for compensated in (False, True):
+                c = tiling.choose(rows, w, compensated, experts[0] if experts else None)
+                tiling.check(c, w, compensated, rows if experts else None)
+
+
+def test_agreement_sees_a_single_bit():
+    w = pack(*weights(40, 80, 3)[:2])
+    kwargs = {"token_scale": jnp.ones((24, 1)), "residual": jnp.zeros((24, 80), jnp.bfloat16)}
+    kwargs |= {"group": jnp.zeros((3,), jnp.int32), "out_dtype": jnp.bfloat16}
+    args = jnp.zeros((24, 80), jnp.bfloat16), w
+    assert agree.first_difference(reference.matmul, args, kwargs) is None
+
+    def off(*args, **kwargs):
+        y = reference.matmul(*args, **kwargs)
+        return y.at[23, 7].multiply(1 + 2.0**-7)
+
+    found = agree.first_difference(off, args, kwargs)
+    assert found.startswith("1 of ") and "at row 23, column 7: " in found
+
+
 @pytest.mark.skipif(compat.jax.__version_info__[:2] >= compat.OLDEST, reason="this JAX is new enough")
 def test_an_old_jax_is_named():
     codes, scales, _ = weights(64, 64)
     with pytest.raises(RuntimeError, match=r"need JAX 0.11 or later, this is 0\.10"):
         mosaic.matmul(jnp.zeros((8, 64), jnp.bfloat16), pack(codes, scales))
-
-
-# The script for the GPU ----------------------------------------------------------------------------------------------
-
-
-def stand_in(x, w, *, config=None, **kwargs):
-    """The reference in the kernel's place, with the kernel's checks of the tiling."""
-    group, compensated = kwargs.get("group"), kwargs.get("residual") is not None
-    groups = None if group is None else group.shape[0]
-    block = groups and x.shape[0] // groups
-    tiling.check(config or tiling.choose(block or x.shape[0], w, compensated, groups), w, compensated, block)
-    return reference.matmul(x, w, **kwargs)
-
-
-PROOFS = dict(prove.cases())
-CHEAP = [
-    "every code x every scale byte",
-    "5 33 48 poison=True",
-    "127 33 48 residual=48",
-    "16 192 256 experts=6 nan=True",
-]
-
-
-@pytest.mark.parametrize("name", CHEAP)
-def test_proof_knows_right_from_wrong(name, monkeypatch):
-    monkeypatch.setattr(mosaic, "matmul", stand_in)
-    assert PROOFS[name]() == {"ok": True}
-    last_bit = lambda y: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) ^ 1, y.dtype)  # noqa: E731
-
-    def off_by_one_bit(*args, **kwargs):
-        y = stand_in(*args, **kwargs)
-        return y.at[1, 2].set(last_bit(y[1, 2]))
-
-    monkeypatch.setattr(mosaic, "matmul", off_by_one_bit)
-    row = PROOFS[name]()
-    assert not row["ok"] and row["wrong"].startswith("1 of ") and row["repeats"]
-    assert row["first_got_wanted"][0] == (1, 2) and row["rows_wrong"] == [1] and row["columns_wrong"] == [2]
-
-
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
-@pytest.mark.parametrize("name", PROOFS)
-def test_kernel_on_a_gpu(name):
-    row = PROOFS[name]()
-    assert row["ok"], row
-
-
-def test_every_job_has_a_tiling_that_fits():
-    todo = bench.all_jobs(True, True)
-    timed = [job for about, job in todo if "what" in about and "XLA" not in about["what"]]
-    assert len(todo) == len({json.dumps(about) for about, _ in todo})
-    for job in timed:
-        shape, m, *rest = job.args
-        if job.func is measure.fp8_kernel:
-            continue
-        kind, config = rest
-        w = jax.eval_shape(functools.partial(measure.packed, shape=shape), jax.random.key(0))
-        rows, groups = (m, None) if shape.experts == 1 else (-(-m // 8) * 8, shape.experts)
-        compensated = kind.startswith("RAC")
-        config = config or tiling.choose(rows, w, compensated, groups)
-        tiling.check(config, w, compensated, rows if groups else None)
-    assert {job.args[:2] for job in timed} == {(shape, m) for shape in shapes.SHAPES for m in shapes.ROWS}
-
-
-def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
-    """A product on the CPU has a positive slope; a report from rows names failures, ratios and tilings to keep."""
-    monkeypatch.setattr(timing, "_RUN_SECONDS", 0.002)
-    row = measure.xla(shapes.Shape("tiny", 64, 64), 8, "bfloat16")
-    assert row["us"] > 0 and row["sets"] == 16
-    assert row["bound_us"] == pytest.approx(1e6 * (64 * 64 * 2 + 2 * 8 * 128) / 4.46e12, abs=0.01)
-    large = shapes.SHAPES[0]
-    about = {"shape": large.name, "N": large.n, "K": large.k, "experts": 1, "M": 16}
-    times = {"W4A16": ("rule", 50.0), "FP8 XLA": (None, 80.0), "BF16 XLA": (None, 150.0)}
-    rows = [
-        about | {"what": what, "config": config} | measure.bound(large, 16, 1, "bf16", {"us": us})
-        for what, (config, us) in times.items()
-    ]
-    rows.append(rows[0] | {"config": "t16 c8 s2 w2 k1", "us": 40.0})
-    rows += [
-        {"prove": "good", "ok": True},
-        {"prove": "bad", "ok": False},
-        about | {"what": "W4A4", "ok": False, "error": "E"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    jobs.show(tmp_path, bench.report)
-    printed = capsys.readouterr().out
-    assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
-    assert "(16, 32768, 8192, False): Config(16, 8, 2, 2, 1),  # M=16" in printed
-    assert (tmp_path / "roofline.png").stat().st_size > 0
-
-
-def test_a_failing_job_is_a_row(capsys):
-    jobs.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
-    assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}

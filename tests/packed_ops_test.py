@@ -147,8 +147,47 @@ def test_roles_without_quantized_weights_take_no_notice():
     np.testing.assert_array_equal(plain, ops.grouped_project(x, w[None], np.int32([M]), LayerPrecision()))
 
 
-def test_nothing_is_automatic_yet():
+def test_automatic_is_what_won():
+    """At the weights it was measured with: 128 experts of Qwen3-30B-A3B, not its attention nor a small model."""
     assert implementations.AUTOMATIC_ON_HOPPER is None and ops.choose_packed(None) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementations, "_on_hopper", lambda: True)
+        patch.setattr(implementations, "AUTOMATIC_ON_HOPPER", "fp4_mosaic")
+        assert ops.choose_packed(None) is implementations.PACKED_IMPLEMENTATIONS["fp4_mosaic"]
+        experts = [ops.is_automatic((48, 128, *matrix)) for matrix in ((1536, 2048), (2048, 768))]
+        others = [ops.is_automatic(s) for s in ((48, 5120, 2048), (48, 16, 1536, 2048), (N, K), (4, 8, N, K))]
+        assert all(experts) and ops.is_automatic((32768, 8192)) and not any(others)
+
+
+def test_a_wrong_kernel_is_not_used(caplog):
+    """A kernel is compared once a shape, while a program is traced, and refused by name where a bit is wrong."""
+    real, calls = implementations.PACKED_IMPLEMENTATIONS[NAME], []
+    w = jax.jit(lambda w: ops.unpack(quantize(w, NVFP4, unit="expert"), "bfloat16", NAME))(normal(N, K))
+    packed = jax.tree.map(lambda a: a[None], w.packed)
+
+    def right(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    def used(kernel, rows):
+        def run(x, w, **options):
+            implementations.compare("a_kernel", kernel, x, w, options)
+            return kernel(x, w, **options)
+
+        x = jnp.ones((rows, K), jnp.bfloat16)
+        step = lambda _, y: y + run(x, packed, token_scale=jnp.ones((rows, 1)))  # noqa: E731
+        return jax.jit(lambda: jax.lax.fori_loop(0, 2, step, jnp.zeros((rows, N))))()
+
+    with caplog.at_level("INFO"):
+        first = used(right, 5)
+        assert len(calls) == 2 and "a_kernel agrees with the reference at M=5" in caplog.text
+    np.testing.assert_array_equal(used(right, 5), first)
+    assert len(calls) == 3  # not compared again
+    wrong = lambda *args, **kwargs: real(*args, **kwargs).at[0, 0].add(1.0)  # noqa: E731
+    with pytest.raises(
+        RuntimeError, match=r"a_kernel is wrong on this cpu at M=6, .*Choose fp4_reference, or a_kernel_un"
+    ):
+        used(wrong, 6)
 
 
 def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
@@ -157,6 +196,7 @@ def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
     monkeypatch.setattr(implementations, "AUTOMATIC_ON_HOPPER", NAME)
     assert ops.choose_packed(None) is None  # this is no Hopper GPU
     monkeypatch.setattr(implementations, "_on_hopper", lambda: True)
+    monkeypatch.setattr(implementations, "AUTOMATIC_WEIGHTS", N * K)
     leaves = ops.unpack({"a": nvfp4, "b": fp8}, "bfloat16")
     assert isinstance(leaves["a"], ops.Arranged) and isinstance(leaves["b"], ops.Operand)
     assert isinstance(ops.unpack(nvfp4, "float32"), ops.Operand)

@@ -1,6 +1,7 @@
 """Proves and measures the FP4 GEMM on a Hopper GPU.
 
     python -m pallas_kernels.fp4_gemm.bench --prove --bench --seconds 480 --out FOLDER
+    python -m pallas_kernels.fp4_gemm.bench --sanitize --out FOLDER
     python -m pallas_kernels.fp4_gemm.bench --report FOLDER
 
 Lines of results as `pallas_kernels.jobs` says; a table and a picture follow.
@@ -24,6 +25,14 @@ from pallas_kernels.fp4_gemm.shapes import SHAPES, Shape
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.jobs import Job, Row
 
+# Names of proofs: padding, a residual, groups, parts of K in a block and in a cluster, a shared copy
+SANITIZED = (
+    "5 33 48 poison=True",
+    "127 33 48 residual=48",
+    "16 192 256 experts=6",
+    f"37 512 1024 {Config(16, 2, 4, 4, 2, parts=2, joined=True)}",
+    f"64 512 1024 {Config(64, 2, 3, 4, shared=2, turns=True, ahead=True)}",
+)
 PEERS = ("BF16 XLA", "FP8 XLA", "FP8 our kernel")
 
 
@@ -37,10 +46,13 @@ def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
         found += [({"prove": name}, case) for name, case in prove.cases()]
     if bench_too:
         large, *layers = SHAPES
-        plan = [(large, 16, 8), (large, 64, 6), (large, 1, 4)]
-        plan += [(shape, 16, 2) for shape in layers] + [(large, 256, 6)]
-        plan += [(shape, m, 2) for m in (64, 1) for shape in layers] + [(shape, 256, 2) for shape in layers]
-        plan += [(shape, 8, 1) for shape in SHAPES]
+        found.append(({"what": "empty kernel"}, measure.empty_kernel))
+        dense, experts = ([s for s in layers if (s.experts > 1) == grouped] for grouped in (False, True))
+        plan = [(large, 16, 7), (large, 64, 12), (large, 1, 3)]
+        plan += [(shape, 16, 8) for shape in dense] + [(shape, 64, 6) for shape in dense]
+        plan += [(shape, 16, 3) for shape in experts] + [(large, 256, 4)]
+        plan += [(shape, 64, 2) for shape in experts] + [(shape, 1, 3) for shape in layers]
+        plan += [(shape, 256, 1) for shape in layers] + [(shape, 8, 1) for shape in SHAPES]
         found += [job for shape, m, tilings in plan for job in _timings(shape, m, tilings)]
     return found
 
@@ -54,44 +66,60 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
 
     groups = None if shape.experts == 1 else shape.experts
     w = jax.eval_shape(lambda: measure.packed(jax.random.key(0), shape))
-    yield job("W4A16", measure.fp4, "W4A16", None, config="rule")
     rows = -(-m // 8) * 8 if groups else m
-    for c in candidates(rows, w, groups)[1:tilings]:
-        yield job("W4A16", measure.fp4, "W4A16", c, config=c)
+    ready = "W4A16" + measure.READY
+    tiled = candidates(rows, w, groups, False)[1:tilings]
+    small = not groups and tiling.choose(rows, w, False, None).splits > 1  # launches count: without the arrangement's
+    for kind, more in (("W4A16", tiled[:2] if small else tiled), (ready, tiled if small else [])):
+        yield job(kind, measure.fp4, kind, None, config="rule")
+        for c in more:
+            yield job(kind, measure.fp4, kind, c, config=c)
     yield job("BF16 XLA", measure.xla, "bfloat16")
     yield job("FP8 XLA", measure.xla, "float8_e4m3fn")
     if groups is None:
         tokens = next(t for t in tiling.TOKEN_TILES if t >= m)
         splits = tiling.choose(m, w, False, None).splits
-        for columns, stages, warpgroups in ((4, 3, 2), (2, 5, 4)) if tokens <= 64 else ((2, 3, 2),):
-            c = Config(tokens, columns, stages, warpgroups, splits)
-            if shape.k % (columns * splits * layout.TILE) == 0:
+        plain = [Config(tokens, *rest, splits) for rest in (((4, 3, 2), (2, 5, 4)) if tokens <= 64 else ((2, 3, 2),))]
+        plain.append(dataclasses.replace(plain[0], ahead=True))
+        if 1 < splits <= tiling.CLUSTER and m <= 16:
+            plain.append(dataclasses.replace(plain[0], joined=True))
+        for c in plain:
+            if shape.k % (c.columns * splits * layout.TILE) == 0:
                 yield job("FP8 our kernel", measure.fp8_kernel, c, config=c)
     for kind in measure.KINDS[1:]:
         yield job(kind, measure.fp4, kind, None, config="rule")
-        rule = tiling.choose(rows, w, kind != "W4A4", groups)
-        other = dataclasses.replace(rule, stacked=not rule.stacked)
-        if kind != "W4A4" and tilings > 2 and _fits(other, w, True, rows if groups else None):
-            yield job(kind, measure.fp4, kind, other, config=other)
+        if kind == "RAC half" and tilings > 4:
+            for c in candidates(rows, w, groups, True)[1 : tilings // 2 + 1]:
+                yield job(kind, measure.fp4, kind, c, config=c)
 
 
-def candidates(rows: int, w: layout.Packed, groups: int | None) -> list[Config]:
+def candidates(rows: int, w: layout.Packed, groups: int | None, compensated: bool) -> list[Config]:
     """Tilings to try, the rule's first; those that do not fit are left out."""
-    rule = tiling.choose(rows, w, False, groups)
-    small = ((4, 4, 4), (8, 2, 2), (8, 2, 4), (4, 6, 2), (4, 3, 2), (8, 3, 2), (4, 6, 1), (2, 6, 2))
-    large = ((2, 4, 4), (4, 3, 4), (4, 4, 2), (2, 4, 2), (2, 6, 2), (1, 6, 2), (1, 4, 2), (2, 2, 2))
+    rule = tiling.choose(rows, w, compensated, groups)
+    change = functools.partial(dataclasses.replace, rule)
     found = [rule]
-    for tokens in dict.fromkeys((min(2 * rule.tokens, 256) if rows > rule.tokens else rule.tokens, rule.tokens)):
-        for columns, stages, warpgroups in small if tokens <= 16 else large:
-            found.append(Config(tokens, columns, stages, warpgroups, rule.splits))
-        found += [
-            Config(tokens, rule.columns, rule.stages, 2, splits) for splits in (2 * rule.splits, rule.splits // 2)
-        ]
-    if len(found) > 4 and rule.splits > 1:
-        found[2:2] = found[-2:]  # where K is split, how often matters most
     if groups is not None:
-        found[1:1] = [dataclasses.replace(rule, blocks=n) for n in (0, tiling.MULTIPROCESSORS) if n != rule.blocks]
-    return [c for c in dict.fromkeys(found) if _fits(c, w, False, rows if groups else None)]
+        found += [change(blocks=n) for n in (0, tiling.MULTIPROCESSORS) if n != rule.blocks]
+        change = functools.partial(change, blocks=0)  # as the others need
+    if compensated:
+        found.append(change(stacked=not rule.stacked, warpgroups=2))
+    if rule.splits > 1:  # a small layer: parts of K that need no second kernel, in a cluster or in a block
+        found += [change(joined=True), change(splits=rule.splits // 2, joined=rule.splits > 2)]
+        if rule.tokens >= 64:  # four warpgroups' sums of as many parts do not fit
+            found.append(change(warpgroups=2, stages=4, splits=2, joined=True))
+        for parts, columns, stages, splits in ((4, 2, 8, 1), (2, 4, 4, 2), (4, 4, 8, 1), (4, 2, 8, 2), (2, 4, 4, 1)):
+            tiled = functools.partial(change, columns=columns, stages=stages, warpgroups=4, parts=parts)
+            found.append(tiled(splits=splits, joined=splits > 1))
+        found += [change(splits=2 * rule.splits), change(splits=rule.splits // 2)]
+    small = ((8, 2, 4), (8, 2, 2), (4, 4, 4), (4, 3, 2), (4, 6, 2))
+    large = ((2, 4, 4), (4, 3, 4), (2, 3, 4), (4, 4, 2), (1, 6, 2), (1, 4, 2), (2, 2, 2))
+    for columns, stages, warpgroups in small if rule.tokens <= 16 else large:
+        tiled = functools.partial(change, columns=columns, stages=stages, warpgroups=warpgroups)
+        many = rule.tokens >= 32 and columns <= 2 and not compensated  # others are serialized
+        found += [tiled(turns=True), tiled(ahead=many, turns=True), tiled(ahead=many), tiled()]
+        if rule.splits == 1 and warpgroups == 4:
+            found += [tiled(shared=n, ahead=many, turns=True) for n in (2, 4)] + [tiled(shared=2, ahead=many)]
+    return [c for c in dict.fromkeys(found) if _fits(c, w, compensated, rows if groups else None)]
 
 
 def _fits(c: Config, w: layout.Packed, compensated: bool, block: int | None) -> bool:
@@ -107,8 +135,10 @@ def _fits(c: Config, w: layout.Packed, compensated: bool, block: int | None) -> 
 
 def report(folder: Path, rows: list[Row]) -> None:
     """A table of the rows, tilings worth keeping, and FOLDER/roofline.png."""
+    for row in (row for row in rows if row.get("what") == "empty kernel" and "us" in row):
+        print(f"an empty kernel: {row['us']} us")
     best: dict[tuple, Row] = {}
-    for row in (row for row in rows if "us" in row):
+    for row in (row for row in rows if "us" in row and "shape" in row):
         key = row["shape"], row["M"], row["what"]
         best[key] = min(best.get(key, row), row, key=lambda r: r["us"])
     for (shape, m, what), row in best.items():
@@ -127,13 +157,14 @@ def report(folder: Path, rows: list[Row]) -> None:
 
 def _tunings(rows: list[Row], best: dict[tuple, Row]) -> None:
     """Prints lines for tiling.TUNED where another tiling is 3 % faster than the rule's."""
-    rule = {
-        (r["shape"], r["M"]): r["us"] for r in rows if "us" in r and r.get("config") == "rule" and r["what"] == "W4A16"
-    }
+    rule = {(r["shape"], r["M"], r["what"]): r["us"] for r in rows if "us" in r and r.get("config") == "rule"}
     for (shape, m, what), row in best.items():
-        if what == "W4A16" and row["config"] != "rule" and row["us"] < 0.97 * rule.get((shape, m), 0):
-            tokens, *rest = (part[1:] if part[0] != "b" else f"blocks={part[1:]}" for part in row["config"].split())
-            print(f"    ({tokens}, {row['N']}, {row['K']}, False): Config({tokens}, {', '.join(rest)}),  # M={m}")
+        config = row.get("config", "rule")
+        if config == "rule" or what not in measure.KINDS or row["experts"] > 1 or row["p90"] > 1.15 * row["us"]:
+            continue  # not ours, or only a lucky median
+        if row["us"] < 0.97 * rule.get((shape, m, what), 0):
+            key = tiling.parse(config).tokens, row["N"], row["K"], what.startswith("RAC")
+            print(f'    {key}: "{config}",  # {row["us"]} us at M={m}, the rule\'s {rule[shape, m, what]}: {what}')
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -168,4 +199,4 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    jobs.main(__spec__.name, __doc__, all_jobs, report)
+    jobs.main(__spec__.name, __doc__, all_jobs, report, SANITIZED)

@@ -104,6 +104,11 @@ def arrange(x: Array, rows: int) -> Array:
     return x.reshape(x.shape[0], -1, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(x.shape)
 
 
+def natural(x: Array, k: int) -> Array:
+    """The inverse of `arrange` for whole rows: [M, K'] -> [M, k], without the padding of K."""
+    return x.reshape(x.shape[0], -1, 4, 2, 4, 2).transpose(0, 1, 4, 2, 3, 5).reshape(x.shape)[:, :k]
+
+
 def values(codes: Array, block_scales: Array) -> Array:
     """NVFP4 activations u8[M, K/2] and their block scales u8[M, K/16] -> bf16[M, K] of code * scale, which is exact."""
     pairs = (codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15  # XLA fuses this, unlike storage.unpack_nibbles

@@ -3,8 +3,11 @@
 The operands are swapped: a warpgroup decodes a 64 x 64 tile of the weight to bf16 as the A operand of wgmma, and
 activations, [tokens, K] in shared memory, are B. A block of threads is some warpgroups that multiply, each with 64 rows
 of N and all with the same tokens, and one that only copies: weights, scales and activations come by TMA through
-`stages` buffers. Residual activations are a second wgmma on the same decoded registers. K may be split over blocks,
-whose sums XLA adds in a fixed order.
+`stages` buffers. Residual activations are a second wgmma on the same decoded registers, or further columns of the one.
+
+K is split in three ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step,
+over the blocks of a cluster, which store their sums into the first one's shared memory, or over blocks whose sums XLA
+adds. A cluster can also be blocks with other rows of N that share each copy of the activations.
 """
 
 from __future__ import annotations
@@ -35,20 +38,21 @@ def matmul(
     channel_scale: Array | None = None,
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
+    arranged: bool = False,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order of float32 sums. config: None takes `tiling.choose`'s.
 
-    interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests.
-    Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
+    interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests; it knows no
+    clusters. Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
     """
-    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype)
+    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged)
     c = _config(config, x.shape[0], w, residual is not None, group)
-    operands = {"x": layout.arrange(x, c.tokens)}
+    operands = {"x": _in_tiles(x, c.tokens, 0, arranged)}
     if residual is not None:
-        width = w.k if c.stacked else _residual_width(c, residual.shape[1])
-        r = layout.arrange(jnp.pad(residual, ((0, 0), (0, width - residual.shape[1]))), c.tokens)
+        width = operands["x"].shape[1] if c.stacked else _residual_width(c, residual.shape[1])
+        r = _in_tiles(residual, c.tokens, width, arranged)
         if c.stacked:
             tiles = [a.reshape(-1, c.tokens, a.shape[1]) for a in (operands["x"], r)]
             operands["x"] = jnp.concatenate(tiles, axis=1).reshape(-1, r.shape[1])
@@ -75,7 +79,7 @@ def quantized_matmul(
 
     Other arguments and errors as `matmul`, residual and mask as `quantize_residual.pallas_triton.quantize`.
     """
-    reference.check(x, w, None, None, channel_scale, group, out_dtype)
+    reference.check(x, w, None, None, channel_scale, group, out_dtype, False)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
     how = {"residual": residual, "mask": mask, "stacked": c.stacked, "width": width, "interpret": interpret}
@@ -93,6 +97,15 @@ def _config(config: Config | None, rows: int, w: Packed, compensated: bool, grou
     return c
 
 
+def _in_tiles(x: Array, tokens: int, width: int, arranged: bool) -> Array:
+    """Activations in the kernel's order, padded to whole tiles of tokens and at least `width` channels: nothing to do
+    for arranged ones that fill them.
+    """
+    x = x if arranged else layout.arrange(x, tokens)
+    padding = -x.shape[0] % tokens, max(width - x.shape[1], 0)
+    return jnp.pad(x, [(0, n) for n in padding]) if any(padding) else x
+
+
 def _residual_width(c: Config, channels: int) -> int:
     """Channels of whole stages."""
     return -(-channels // (c.columns * TILE)) * c.columns * TILE
@@ -103,7 +116,7 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype,
     operands = operands | {"words": w.words, "scales": w.scales}
     if group is not None:
         operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
-    if c.splits > 1:
+    if c.splits > 1 and not c.joined:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret), axis=0)[:rows, : w.n]
         token_scale = None if token_scale is None else token_scale[:, None]
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
@@ -115,11 +128,13 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype,
 
 
 def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
-    """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K."""
+    """Operands by name, as `matmul` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K, one
+    where the blocks of a cluster join theirs.
+    """
     out, tasks = kind.output(c, operands, out_dtype)
     blocks = min(c.blocks or tasks, tasks)
     names = list(operands)
-    scratch = kind.scratch(c, operands) | kind.barriers(c, "r" in operands)
+    scratch = kind.scratch(c, operands) | kind.barriers(c, "r" in operands) | sums(c)
     if interpret:
         scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
 
@@ -129,8 +144,19 @@ def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: D
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
 
-    kernel = compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)
+    clusters = blocks // c.cluster
+    kernel = compat.warpgroup_kernel(body, out, scratch, clusters, c.warpgroups + 1, kind.name, c.cluster)
     return kernel(*operands.values())
+
+
+def sums(c: Config) -> dict[str, Any]:
+    """Shared memory and barriers by name for sums of other warpgroups ("part") and of other blocks ("peer")."""
+    found: dict[str, Any] = {}
+    for name, others in (("part", c.parts - 1), ("peer", c.splits - 1 if c.joined else 0)):
+        if others:
+            found[f"{name}_sums"] = plgpu.SMEM((others, c.rows, TILE, c.tokens), jnp.float32)
+            found[f"{name}_done"] = plgpu.Barrier(num_arrivals=others, num_barriers=c.rows)
+    return found
 
 
 def stacked_tokens(c: Config) -> int:
@@ -171,8 +197,8 @@ class FourBit:
     def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
         """What the kernel writes, [splits, M', N'], and the number of its tasks."""
         m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
-        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows), dtype)
-        return out, m_tiles * (rows // TILE // c.warpgroups) * c.splits
+        out = jax.ShapeDtypeStruct((1 if c.joined else c.splits, m_tiles * c.tokens, rows), dtype)
+        return out, m_tiles * (rows // TILE // c.rows) * c.splits
 
     @staticmethod
     def rows(words: Any) -> int:
@@ -184,15 +210,20 @@ class FourBit:
         self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
         self.width = smem["x_smem"].shape[-1]
+        wg = lax.axis_index("wg")
+        self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
 
     def task(self, index: Any) -> Task:
+        """Of a number of tasks, or of clusters, whose blocks have tasks of their own."""
         c, gmem = self.c, self.gmem
-        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.warpgroups)
+        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.rows * c.shared)
         if "group" in gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
             n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
         else:  # blocks with the same weights run together
             m, n = lax.rem(index, m_tiles), lax.rem(lax.div(index, m_tiles), row_groups)
-        split = lax.div(index, m_tiles * row_groups)
+        peer = lax.axis_index("peer") if c.cluster > 1 else 0
+        split = peer if c.joined else lax.div(index, m_tiles * row_groups)
+        n = n if c.shared == 1 else n * c.shared + peer
         steps = gmem["x"].shape[1] // self.width
         count, matrix = steps // c.splits, 0
         first = split * count
@@ -218,19 +249,25 @@ class FourBit:
     def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
         """Shared memory by name, but for the barriers."""
         x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
-        words = plgpu.SMEM((c.stages, c.warpgroups, 2 * c.columns, 256), jnp.uint32)
-        scales = plgpu.SMEM((c.stages, c.warpgroups, c.columns, 128), jnp.uint16)
+        words = plgpu.SMEM((c.stages, c.rows, 2 * c.columns, 256), jnp.uint32)
+        scales = plgpu.SMEM((c.stages, c.rows, c.columns, 128), jnp.uint16)
         return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if "r" in operands else {})
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
-        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use."""
-        arrivals = {"full": copies, "empty": c.warpgroups} | ({"r_full": 1} if compensated else {})
-        return {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
+        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use, by all
+        blocks that got the same copy; turn: a warpgroup may multiply.
+        """
+        arrivals = {"full": copies, "empty": c.rows} | ({"r_full": 1} if compensated else {})
+        found = {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
+        if c.shared > 1:
+            peers = {"collective_axes": ("peer",), "num_arrivals": c.rows}
+            found["empty"] = plgpu.ClusterBarrier(num_barriers=c.stages, **peers)
+        return found | ({"turn": plgpu.Barrier(num_barriers=c.warpgroups)} if c.turns else {})
 
     def copies(self, task: Task, k: Any) -> dict[str, Any]:
         """Name -> what step k copies of it, of x and the weights."""
-        c, rows = self.c, pl.ds(task.n * self.c.warpgroups, self.c.warpgroups)
+        c, rows = self.c, pl.ds(task.n * self.c.rows, self.c.rows)
         tokens = pl.ds(task.m * stacked_tokens(c), stacked_tokens(c))
         return {
             "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
@@ -238,20 +275,36 @@ class FourBit:
             "x": self.gmem["x"].at[tokens, pl.ds(k * self.width, self.width)],
         }
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
-        """Starts the products of a stage; all but the last tile's are done on return."""
-        wg, smem = lax.axis_index("wg"), self.smem
+    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+        """Starts the products of a stage; all but the last tile's are done on return. first, last: whether it is the
+        warpgroup's first, last step.
+        """
+        row, smem = self.row, self.smem
         for t in range(self.c.columns):
-            words, scales = smem["words_smem"].at[slot, wg, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, wg, t]
+            words, scales = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, row, t]
             if self.interpret:
-                a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[wg])
+                a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[lax.axis_index("wg")])
             else:
                 a = decode.in_registers(words, scales)
             channels = pl.ds(TILE * t, TILE)
+            self._take_turn(first if t == 0 else False)
             plgpu.wgmma(acc, a, smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
             if compensated:
                 plgpu.wgmma(acc, a, smem["r_smem"].at[slot, :, channels].transpose((1, 0)))
+            self._pass_turn(last if t == self.c.columns - 1 else False)
             plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
+
+    def _take_turn(self, first: Any) -> None:
+        """Waits until the warpgroup before has started its tile. first: of a warpgroup's tiles; one of them begins."""
+        if self.c.turns:
+            wg = lax.axis_index("wg")
+            pl.when(~((wg == 0) & first))(lambda: plgpu.barrier_wait(self.smem["turn"].at[wg]))
+
+    def _pass_turn(self, last: Any) -> None:
+        if self.c.turns:
+            wg = lax.axis_index("wg")
+            following = jnp.where(wg == self.c.warpgroups - 1, 0, wg + 1)
+            pl.when(~((following == 0) & last))(lambda: plgpu.barrier_arrive(self.smem["turn"].at[following]))
 
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
@@ -259,15 +312,18 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
 
+        shared = {"collective_axes": "peer"} if c.shared > 1 else {}
+
         def copy(task, i, slot, done, compensated):
             k = task.first + i
             pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
             for name, source in self.copies(task, k).items():
-                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot])
+                how = shared if name == "x" else {}
+                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot], **how)
             if compensated:
                 tokens = pl.ds(task.m * c.tokens, c.tokens)
                 residual = self.gmem["r"].at[tokens, pl.ds(k * self.width, self.width)]
-                plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot])
+                plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot], **shared)
 
         def steps(task, carry):
             def step(i, carry, compensated):
@@ -295,52 +351,99 @@ class FourBit:
                     plgpu.barrier_wait(smem["full"].at[slot])
                     if compensated:
                         plgpu.barrier_wait(smem["r_full"].at[slot])
-                    self.multiply(acc, slot, compensated)
-                    plgpu.wgmma_wait(int(self.late))
-                    if self.late:
-                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
+                    first = i == self.part
+                    self.multiply(acc, slot, compensated, first, i + c.parts >= task.count)
+                    late = self.late or c.ahead
+                    plgpu.wgmma_wait(int(late))
+                    if late:
+                        pl.when(~first)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
                     else:
                         plgpu.barrier_arrive(smem["empty"].at[slot])
-                    return self._next(slot)
+                    return self._next(slot, c.parts)
 
-                after = self._loop(task, step, slot)
-                if self.late:
+                after = self._loop(task, step, slot, self.part, c.parts)
+                if self.late or c.ahead:
                     plgpu.wgmma_wait(0)
                     pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
                 return acc[...], after
 
             y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-            self._store(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
             return slot
 
-        self.each_task(product, jnp.int32(0))
+        self.each_task(product, jnp.int32(self.part))
 
-    def _next(self, slot: Any) -> Any:
-        return jnp.where(slot == self.c.stages - 1, 0, slot + 1)  # cheaper than a remainder
+    def _next(self, slot: Any, stride: int = 1) -> Any:
+        slot = slot + stride
+        return jnp.where(slot >= self.c.stages, slot - self.c.stages, slot)  # cheaper than a remainder
 
     def _before(self, slot: Any) -> Any:
         return jnp.where(slot == 0, self.c.stages - 1, slot - 1)
 
-    def _loop(self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
-        """carry = step(i, carry, compensated) for every step of a task."""
+    def _loop(
+        self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any, start: Any = 0, stride: int = 1
+    ) -> Any:
+        """carry = step(i, carry, compensated) for every stride-th step of a task from `start` on."""
+
+        def number(end: Any) -> Any:
+            return end if stride == 1 else lax.div(end - start + (stride - 1), stride)
+
+        def loop(first, end, carry, compensated):
+            return lax.fori_loop(first, end, lambda i, carry: step(start + i * stride, carry, compensated), carry)
+
         first = 0
         if task.compensated is not None:
-            first = task.compensated
-            carry = lax.fori_loop(0, first, lambda i, carry: step(i, carry, True), carry)
-        if first is not task.count:
-            carry = lax.fori_loop(first, task.count, lambda i, carry: step(i, carry, False), carry)
+            first = number(task.compensated)
+            carry = loop(0, first, carry, True)
+        if task.compensated is not task.count:
+            carry = loop(first, number(task.count), carry, False)
         return carry
 
+    def _finish(self, task: Task, y: Array) -> None:
+        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it."""
+        c, smem = self.c, self.smem
+
+        def add(name, others, y):
+            plgpu.barrier_wait(smem[f"{name}_done"].at[self.row])
+            for i in range(others):
+                y = y + self._load(smem[f"{name}_sums"].at[i, self.row])
+            return y
+
+        def send_part():
+            smem["part_sums"][self.part - 1, self.row] = y
+            plgpu.barrier_arrive(smem["part_done"].at[self.row])
+
+        def send_peer(y):
+            target, done = smem["peer_sums"].at[task.split - 1, self.row], smem["peer_done"].at[self.row]
+            compat.store_to_peer(y, target, done, 0, "peer")
+
+        def first():
+            whole = add("part", c.parts - 1, y) if c.parts > 1 else y
+            if not c.joined:
+                return self._store(task, whole)
+            pl.when(task.split > 0)(lambda: send_peer(whole))
+            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole)))
+
+        if c.parts == 1:
+            first()
+        else:
+            pl.when(self.part > 0)(send_part)
+            pl.when(self.part == 0)(first)
+
+    def _load(self, ref: Any) -> Array:
+        """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
+        return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA, scattered=True)
+
     def _store(self, task: Task, y: Array) -> None:
-        """f32[64, tokens] of bare sums to the output, scaled unless K is split."""
-        rows = pl.ds((task.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
+        """f32[64, tokens] of bare sums to the output, scaled unless XLA adds them up."""
+        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
         tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
             y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
         if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
-        y, out = y.astype(self.out.dtype), self.out.at[task.split, tokens, rows]
+        y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
         if self.interpret:
             out[...] = y.T
         else:

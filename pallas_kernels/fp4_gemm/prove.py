@@ -50,11 +50,12 @@ def exact(
     poison: bool = False,
     nan: bool = False,
     one_scale: bool = False,
+    arranged: bool = False,
     out_dtype: str = "float32",
 ) -> dict[str, Any]:
     """One product against float64, bit for bit, twice. residual: its leading channels. experts: as many blocks of m
     rows, of which the first has no matrix. poison: garbage in the weight's padding. nan: NaN in a scale of each kind.
-    one_scale: one global scale a matrix, not one a channel.
+    one_scale: one global scale a matrix, not one a channel. arranged: activations are handed over in kernel order.
     """
     rng = np.random.default_rng(m * n + k + residual)
     codes, scales, values = weights(rng, max(experts, 1), n, k, FEW_BITS)
@@ -72,8 +73,9 @@ def exact(
         group = rng.integers(0, experts, experts).astype(np.int32)
         group[0] = -1
         kwargs["group"], ids = group, np.repeat(group, m)
+    order = (lambda a: layout.arrange(a, 1)) if arranged else lambda a: a
     if residual:
-        kwargs["residual"] = jnp.asarray(r, jnp.bfloat16)
+        kwargs["residual"] = order(jnp.asarray(r, jnp.bfloat16))
     both = x.astype(np.float64)
     both[:, :residual] += r
     want = np.zeros((rows, n))
@@ -83,8 +85,8 @@ def exact(
     want = np.where(ids[:, None] < 0, np.float32(0), want)
     if out_dtype == "bfloat16":
         want = want.astype(ml_dtypes.bfloat16)
-    run = jax.jit(functools.partial(mosaic.matmul, config=config, out_dtype=out_dtype))
-    got = [np.asarray(run(jnp.asarray(x, jnp.bfloat16), w, **kwargs)) for _ in range(2)]
+    run = jax.jit(functools.partial(mosaic.matmul, config=config, out_dtype=out_dtype, arranged=arranged))
+    got = [np.asarray(run(order(jnp.asarray(x, jnp.bfloat16)), w, **kwargs)) for _ in range(2)]
     return compare(got, want)
 
 
@@ -159,8 +161,19 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         Config(64, 2, 4, 2, 8),
         Config(128, 2, 3, 2, 2),
         Config(256, 1, 4, 2, 1),
+        Config(16, 2, 4, 4, 1, parts=2),
+        Config(16, 2, 8, 4, 1, parts=4),
+        Config(8, 4, 4, 4, 4, joined=True),
+        Config(64, 2, 3, 2, 4, joined=True),
+        Config(64, 2, 3, 4, 2, shared=2),
+        Config(64, 2, 4, 4, 1, turns=True),
+        Config(64, 2, 4, 4, 1, turns=True, ahead=True),
+        Config(64, 2, 4, 4, 2, shared=2, ahead=True),
+        Config(16, 2, 4, 4, 4, parts=2, joined=True, turns=True),
     ):
         add(37, 512, 4096, config)
+    add(37, 512, 1024, Config(16, 2, 4, 4, 2, parts=2, joined=True))
+    add(64, 512, 1024, Config(64, 2, 3, 4, shared=2, turns=True, ahead=True))
     add(127, 33, 48, residual=48)
     add(5, 512, 2048, Config(8, 4, 4, 2, 1), residual=2048)
     add(5, 512, 2048, Config(8, 4, 4, 2, 4), residual=1040)
@@ -168,6 +181,11 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(37, 512, 2048, Config(16, 4, 3, 2, 4, True), residual=1040)
     add(64, 512, 2048, Config(64, 2, 3, 2, 1), residual=16)
     add(64, 512, 2048, Config(64, 2, 3, 2, 1, True), residual=2048)
+    add(64, 512, 2048, Config(64, 2, 3, 4, shared=2, turns=True), residual=1040)
+    add(5, 512, 2048, Config(8, 2, 8, 4, 2, parts=4, joined=True), residual=1040)
+    add(5, 512, 2048, Config(8, 2, 4, 2, 2, True, shared=2), residual=2048)
+    add(37, 512, 1008, Config(16, 1, 4, 4, 4, parts=2), residual=496, arranged=True)
+    add(16, 192, 256, Config(16, 1, 4, 2, 2, parts=2, joined=True), experts=5)
     add(16, 192, 256, experts=6)
     add(16, 192, 256, experts=6, one_scale=True)
     add(16, 192, 256, residual=256, experts=5)

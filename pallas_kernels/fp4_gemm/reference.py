@@ -21,6 +21,7 @@ def matmul(
     channel_scale: Array | None = None,
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
+    arranged: bool = False,
 ) -> Array:
     """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
 
@@ -28,9 +29,13 @@ def matmul(
     channels, S = K for any choice of channels, zeros elsewhere. token_scale f32[M, 1], channel_scale f32[E, N or 1]:
     global scales, multiplied in float32 with the float32 sum, as (sum) * (token_scale * channel_scale); None is 1.
     group: i32[B], B dividing M: the matrix of each block of M / B rows, below 0 for none: zeros. None: matrix 0.
-    out_dtype: float32 or bfloat16. Raises ValueError for anything else.
+    out_dtype: float32 or bfloat16. arranged: x and residual come from `layout.arrange`, [M, K'] and [M, S'], as from a
+    producer that writes this order. Raises ValueError for anything else.
     """
-    check(x, w, residual, token_scale, channel_scale, group, out_dtype)
+    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged)
+    if arranged:
+        x = layout.natural(x, w.k)
+        residual = None if residual is None else layout.natural(residual, min(residual.shape[1], w.k))
     ids = row_groups(group, x.shape[0])
     both = x.astype(jnp.float32)
     y = _dot(both, w, ids)
@@ -57,17 +62,23 @@ def row_groups(group: Array | None, rows: int) -> Array:
     return jnp.zeros((rows,), jnp.int32) if group is None else jnp.repeat(group, rows // group.shape[0])
 
 
-def check(x, w, residual, token_scale, channel_scale, group, out_dtype) -> None:
+def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged) -> None:
     """Raises ValueError for arguments that `matmul` does not take."""
     experts = w.words.shape[0]
-    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[0] < 1 or x.shape[1] != w.k:
-        raise ValueError(f"x is {x.dtype} {x.shape}: a weight of N={w.n}, K={w.k} takes bfloat16 [M, {w.k}], M >= 1")
+    step = layout.TILE if arranged else layout.BLOCK
+    k = -(-w.k // step) * step
+    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[0] < 1 or x.shape[1] != k:
+        raise ValueError(
+            f"x is {x.dtype} {x.shape}: a weight of N={w.n}, K={w.k} takes "
+            f"{'arranged ' if arranged else ''}bfloat16 [M, {k}], M >= 1"
+        )
     m = x.shape[0]
     if residual is not None:
         s = residual.shape[-1]
-        if residual.dtype != jnp.bfloat16 or residual.shape != (m, s) or not 1 <= s <= w.k or s % layout.BLOCK:
+        if residual.dtype != jnp.bfloat16 or residual.shape != (m, s) or not 1 <= s <= k or s % step:
             raise ValueError(
-                f"residual is {residual.dtype} {residual.shape}: pass bfloat16 [{m}, S], S a multiple of 16 up to {w.k}"
+                f"residual is {residual.dtype} {residual.shape}: pass bfloat16 [{m}, S], S a multiple of {step} up to "
+                f"{k}"
             )
     if token_scale is not None and (token_scale.dtype, token_scale.shape) != (jnp.float32, (m, 1)):
         raise ValueError(f"token_scale is {token_scale.dtype} {token_scale.shape}: pass float32 {(m, 1)}")

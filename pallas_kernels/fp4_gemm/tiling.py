@@ -13,7 +13,7 @@ _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
 MULTIPROCESSORS = 132  # of an H100 or H200
-_MOST = 120  # of them
+CLUSTER = 8  # blocks that every GPU can run as a cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,12 @@ class Config:
     """tokens: rows of x that a block of threads multiplies; columns: 64-channel tiles of K a stage; stages: buffers in
     shared memory; warpgroups: those that multiply, 64 rows of N each; splits: parts of K. stacked: the residual's
     products are further columns of each wgmma, over all of K, instead of a second wgmma over the residual's channels.
-    blocks: of threads, which share the tiles of the output; 0 is one a tile.
+    blocks: of threads, which share the tiles of the output; 0 is one a tile, as all that follows needs.
+
+    parts: warpgroups that share 64 rows and take every parts-th stage. joined: the splits are a cluster, which adds its
+    sums itself. shared: blocks of a cluster that share each copy of x. turns: warpgroups start their tiles one after
+    the other, so that some decode while others multiply. ahead: a stage's buffer is given back a stage later, so that
+    its last products run while the next tile is decoded. ptxas serializes some such tilings: compile before use.
     """
 
     tokens: int
@@ -31,15 +36,36 @@ class Config:
     splits: int = 1
     stacked: bool = False
     blocks: int = 0
+    parts: int = 1
+    joined: bool = False
+    shared: int = 1
+    turns: bool = False
+    ahead: bool = False
 
     def __str__(self) -> str:
         text = f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
-        return text + f" b{self.blocks}" * (self.blocks > 0) + " stacked" * self.stacked
+        numbers = "".join(f" {name}={n}" for name in ("parts", "shared") if (n := getattr(self, name)) > 1)
+        flags = "".join(f" {name}" for name in ("stacked", "joined", "turns", "ahead") if getattr(self, name))
+        return text + f" b{self.blocks}" * (self.blocks > 0) + numbers + flags
+
+    @property
+    def rows(self) -> int:
+        """Tiles of 64 rows of N a block of threads."""
+        return self.warpgroups // self.parts
+
+    @property
+    def cluster(self) -> int:
+        """Blocks a cluster."""
+        return self.splits if self.joined else self.shared
 
     def stage_bytes(self, compensated: bool) -> int:
         """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
-        weights = self.warpgroups * self.columns * (TILE * TILE * 9 // 16)
+        weights = self.rows * self.columns * (TILE * TILE * 9 // 16)
         return weights + (1 + compensated) * self.tokens * self.columns * TILE * 2
+
+    def sum_bytes(self) -> int:
+        """Shared memory for sums of other warpgroups and blocks."""
+        return (self.parts - 1 + (self.splits - 1) * self.joined) * self.rows * TILE * self.tokens * 4
 
     def free_registers(self) -> int:
         """Registers that a thread of a warpgroup that multiplies can have, of at most 255."""
@@ -48,25 +74,46 @@ class Config:
         return min(_REGISTERS // (self.warpgroups + 1) // 8 * 8, 255)
 
 
-# (token tile, N, K, compensated) -> the fastest one measured. Empty until `bench.py --bench` has run on the GPU.
-TUNED: dict[tuple[int, int, int, bool], Config] = {}
+def parse(text: str) -> Config:
+    """The inverse of str(Config)."""
+    numbers = {"t": "tokens", "c": "columns", "s": "stages", "w": "warpgroups", "k": "splits", "b": "blocks"}
+    fields: dict[str, int | bool] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if value:
+            fields[name] = int(value)
+        elif name[1:].isdigit():
+            fields[numbers[name[0]]] = int(name[1:])
+        else:
+            fields[name] = True
+    return Config(**fields)
+
+
+# (token tile, N, K, compensated) of products without groups -> the fastest tiling measured, where it beat the rule's by
+# 3 %. H200, JAX 0.11.2.
+TUNED = {
+    (8, 32768, 8192, False): "t8 c8 s2 w4 k1",  # 45.6 us at M=1, the rule's 47.9
+    (16, 32768, 8192, False): "t16 c8 s2 w4 k1",  # 46.7 us, 49.3
+    (64, 32768, 8192, False): "t64 c2 s4 w4 k1",  # 70.5 us, 73.4
+    (256, 32768, 8192, False): "t256 c1 s4 w2 k1",  # 200 us, 238 in tiles of 128
+}
 
 
 def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Config:
     """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
-    The rule: the smallest token tile that holds the rows, at most 128. Up to 32 tokens two blocks share a
+    The rule: the smallest token tile that holds the rows, or the largest. Up to 32 tokens two blocks share a
     multiprocessor, beyond that registers allow one, with four warpgroups if possible. Stages fill the shared memory, up
-    to six; the fewest parts of K that occupy most multiprocessors. Up to 16 tokens a residual is stacked. Of groups, as
-    many blocks of threads as can be resident share the tiles.
+    to six; parts of K such that the waves of blocks end soonest, where a wave costs four stages more than its own. Up
+    to 16 tokens a residual is stacked. Of groups, as many blocks of threads as can be resident share the tiles.
     """
-    fits = [t for t in TOKEN_TILES[:-1] if groups is None or rows % t == 0]
+    fits = [t for t in TOKEN_TILES if groups is None or rows % t == 0]
     if not fits:
         raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")
     tokens = next((t for t in fits if t >= rows), fits[-1])
     tuned = TUNED.get((tokens, w.n, w.k, compensated))
-    if tuned is not None:
-        return tuned
+    if tuned is not None and (groups or 1) == 1:
+        return parse(tuned)
     row_tiles, tiles = w.scales.shape[1:3]
     stacked = compensated and tokens <= 16
     alone = tokens >= 64
@@ -79,10 +126,10 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     blocks = row_tiles // warpgroups * -(-rows // tokens) * (groups or 1)
     steps = tiles // columns
     splits = [s for s in range(1, steps + 1) if steps % s == 0 and (s == 1 or steps // s >= 2)]
-    enough = (s for s in splits if s * blocks >= (_MOST if alone else 2 * _MOST))
-    splits, resident = next(enough, splits[-1]), MULTIPROCESSORS * (1 if alone else 2)
-    shared = resident if groups is not None and splits * blocks > resident else 0
-    return Config(tokens, columns, stages, warpgroups, splits, stacked, shared)
+    resident = MULTIPROCESSORS * (1 if alone else 2)
+    best = min(splits, key=lambda s: -(-s * blocks // resident) * (steps // s + 4))
+    shared = resident if groups is not None and best * blocks > resident else 0
+    return Config(tokens, columns, stages, warpgroups, best, stacked, shared)
 
 
 def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
@@ -96,8 +143,17 @@ def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
         raise ValueError(f"tokens={c.tokens} of a tiling is none of {TOKEN_TILES}")
     if block is not None and block % c.tokens:
         raise ValueError(f"blocks of {block} rows do not divide into token tiles of {c.tokens}: take fewer tokens")
-    if c.warpgroups < 1 or row_tiles % c.warpgroups:
-        raise ValueError(f"warpgroups={c.warpgroups} does not divide the {row_tiles} row tiles of N={w.n}: take 1 or 2")
+    if min(c.warpgroups, c.parts) < 1 or c.warpgroups % c.parts or row_tiles % (c.rows * c.shared):
+        raise ValueError(
+            f"warpgroups={c.warpgroups} / parts={c.parts} x shared={c.shared} does not divide the {row_tiles} row "
+            f"tiles of N={w.n}: take 1 or 2 warpgroups"
+        )
+    if c.stages < 1 + c.ahead or c.stages % c.parts or (c.ahead and c.parts > 1):
+        raise ValueError(f"stages={c.stages} of {c} must be a multiple of parts={c.parts}; ahead takes 2, no parts")
+    if c.cluster > CLUSTER or (c.joined and (c.splits == 1 or c.shared > 1)):
+        raise ValueError(f"{c} needs a cluster, 2 to {CLUSTER} blocks, that either joins its splits or shares x")
+    if c.blocks and (c.parts > 1 or c.cluster > 1 or c.turns or c.ahead):
+        raise ValueError(f"{c} shares tiles among blocks={c.blocks}: parts, clusters, turns and ahead need one a tile")
     needed = c.tokens // 2 * (1 + c.stacked) + 58  # sums, two decoded tiles, addresses: what ptxas took, up to a few
     if needed > c.free_registers():
         raise ValueError(
@@ -108,6 +164,8 @@ def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
             f"columns={c.columns} x splits={c.splits} does not divide the {tiles} column tiles of K={w.k}: take "
             "divisors"
         )
-    used = c.stages * c.stage_bytes(compensated) + _SLACK_BYTES
-    if c.stages < 1 or used > _SHARED_BYTES:
+    if c.turns and tiles // (c.columns * c.splits) % c.parts:
+        raise ValueError(f"{c} has {tiles // (c.columns * c.splits)} stages of K, not a multiple of parts: no turns")
+    used = c.stages * c.stage_bytes(compensated) + c.sum_bytes() + _SLACK_BYTES
+    if used > _SHARED_BYTES:
         raise ValueError(f"stages={c.stages} of {c} take {used} bytes of the {_SHARED_BYTES} of shared memory")

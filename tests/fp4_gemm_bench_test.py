@@ -1,0 +1,141 @@
+"""The script that proves and measures the FP4 GEMM on a GPU, with the reference in the kernel's place."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import jobs, timing
+from pallas_kernels.fp4_gemm import bench, layout, measure, mosaic, prove, reference, shapes, tiling
+from pallas_kernels.fp4_gemm.tiling import Config
+
+
+def test_a_tilings_name_is_its_value():
+    found = {Config(8, 1, 2), Config(64, 2, 3, 4, 8, True, 132, 2, True, 1, True, True), Config(8, 1, 2, 4, shared=4)}
+    found |= {job.args[-1] for about, job in bench.all_jobs(False, True) if about.get("config", "rule") != "rule"}
+    assert all(tiling.parse(str(c)) == c for c in found) and len({str(c) for c in found}) == len(found)
+    for (tokens, n, k, compensated), text in tiling.TUNED.items():
+        w = jax.eval_shape(layout.pack, *(jax.ShapeDtypeStruct((n, k // d), jnp.uint8) for d in (2, 16)))
+        c = tiling.choose(tokens, w, compensated, None)
+        assert c == tiling.parse(text) and c.tokens == tokens
+        tiling.check(c, w, compensated, None)
+
+
+def stand_in(x, w, *, config=None, **kwargs):
+    """The reference in the kernel's place, with the kernel's checks of the tiling."""
+    group, compensated = kwargs.get("group"), kwargs.get("residual") is not None
+    groups = None if group is None else group.shape[0]
+    block = groups and x.shape[0] // groups
+    tiling.check(config or tiling.choose(block or x.shape[0], w, compensated, groups), w, compensated, block)
+    return reference.matmul(x, w, **kwargs)
+
+
+PROOFS = dict(prove.cases())
+CHEAP = [
+    "every code x every scale byte",
+    "5 33 48 poison=True",
+    "127 33 48 residual=48",
+    "16 192 256 experts=6 nan=True",
+]
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_proof_knows_right_from_wrong(name, monkeypatch):
+    monkeypatch.setattr(mosaic, "matmul", stand_in)
+    assert PROOFS[name]() == {"ok": True}
+    last_bit = lambda y: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) ^ 1, y.dtype)  # noqa: E731
+
+    def off_by_one_bit(*args, **kwargs):
+        y = stand_in(*args, **kwargs)
+        return y.at[1, 2].set(last_bit(y[1, 2]))
+
+    monkeypatch.setattr(mosaic, "matmul", off_by_one_bit)
+    row = PROOFS[name]()
+    assert not row["ok"] and row["wrong"].startswith("1 of ") and row["repeats"]
+    assert row["first_got_wanted"][0] == (1, 2) and row["rows_wrong"] == [1] and row["columns_wrong"] == [2]
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", PROOFS)
+def test_kernel_on_a_gpu(name):
+    row = PROOFS[name]()
+    assert row["ok"], row
+
+
+def test_every_job_has_a_tiling_that_fits():
+    todo = bench.all_jobs(True, True)
+    timed = [job for about, job in todo if "shape" in about and "XLA" not in about["what"]]
+    assert len(todo) == len({json.dumps(about) for about, _ in todo})
+    for job in timed:
+        shape, m, *rest = job.args
+        if job.func is measure.fp8_kernel:
+            continue
+        kind, config = rest
+        w = jax.eval_shape(functools.partial(measure.packed, shape=shape), jax.random.key(0))
+        rows, groups = (m, None) if shape.experts == 1 else (-(-m // 8) * 8, shape.experts)
+        compensated = kind.startswith("RAC")
+        config = config or tiling.choose(rows, w, compensated, groups)
+        tiling.check(config, w, compensated, rows if groups else None)
+    assert {job.args[:2] for job in timed} == {(shape, m) for shape in shapes.SHAPES for m in shapes.ROWS}
+
+
+def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
+    """A product on the CPU has a positive slope; a report from rows names failures, ratios and tilings to keep."""
+    monkeypatch.setattr(timing, "_RUN_SECONDS", 0.002)
+    row = measure.xla(shapes.Shape("tiny", 64, 64), 8, "bfloat16")
+    assert row["us"] > 0 and row["sets"] == 16
+    assert row["bound_us"] == pytest.approx(1e6 * (64 * 64 * 2 + 2 * 8 * 128) / 4.46e12, abs=0.01)
+    large = shapes.SHAPES[0]
+    about = {"shape": large.name, "N": large.n, "K": large.k, "experts": 1, "M": 16}
+    times = {"W4A16": ("rule", 50.0), "FP8 XLA": (None, 80.0), "BF16 XLA": (None, 150.0)}
+    rows = [
+        about | {"what": what, "config": config} | measure.bound(large, 16, 1, "bf16", {"us": us, "p90": us})
+        for what, (config, us) in times.items()
+    ]
+    rows += [
+        rows[0] | {"config": config, "us": us, "p90": us}
+        for config, us in (("t16 c4 s6 w2 k1", 48.0), ("t16 c8 s2 w2 k1 turns", 40.0))
+    ]
+    rows += [
+        {"prove": "good", "ok": True},
+        {"prove": "bad", "ok": False},
+        {"sanitize": "racecheck", "ok": True, "skipped": "no tool"},
+        {"what": "empty kernel", "us": 2.5},
+        about | {"what": "W4A4", "ok": False, "error": "E"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jobs.show(tmp_path, bench.report)
+    printed = capsys.readouterr().out
+    assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
+    assert '(16, 32768, 8192, False): "t16 c8 s2 w2 k1 turns",  # 40.0 us at M=16, the rule\'s 50.0: W4A16' in printed
+    assert "sanitize: racecheck  ok: True  skipped: no tool" in printed and "an empty kernel: 2.5 us" in printed
+    assert (tmp_path / "roofline.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("code", "ok"), [(0, True), (9, False)])
+def test_proofs_under_a_sanitizer(tmp_path, monkeypatch, code, ok):
+    """A tool that finds errors ends with its own code: the case fails, with what it said; a missing one is named."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    job = functools.partial(jobs.sanitize, "a.module", "memcheck", bench.SANITIZED)
+    row = job()
+    assert row["ok"] and row["skipped"].startswith("compute-sanitizer is not on PATH")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"""#!/bin/sh
+echo '{{"prove": "a", "ok": true}}'
+echo "========= ERROR SUMMARY: {code} errors"
+exit {code}
+""")
+    tool.chmod(0o755)
+    row = job()
+    assert row["ok"] is ok and row["failed"] == ([] if ok else list(bench.SANITIZED))
+    assert row["said"] == [f"========= ERROR SUMMARY: {code} errors"] * len(bench.SANITIZED)
+    assert set(bench.SANITIZED) <= set(PROOFS)
+
+
+def test_a_failing_job_is_a_row(capsys):
+    jobs.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
+    assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}
