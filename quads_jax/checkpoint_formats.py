@@ -329,6 +329,8 @@ def _kind(folder: Path, said: Any) -> tuple[Layout, list[str]]:
     if kind.method == "modelopt":
         known = said.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
         problems = [] if known else [f"quant_algo={said.get('quant_algo')!r} is not NVFP4 or W4A16_NVFP4"]
+        if (size := said.get("group_size", NVFP4.block)) != NVFP4.block:
+            problems.append(f"group_size={size!r}, not {NVFP4.block}")
     else:
         problems = _group_problems(said)
     cache = said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")
@@ -348,7 +350,12 @@ def _group_problems(said: Mapping[str, Any]) -> list[str]:
     for side, numbers in sides.items():
         has = group.get(side) if isinstance(group.get(side), dict) else {}
         problems += [f"{side}.{k}={has.get(k)!r}, not {v!r}" for k, v in numbers.items() if has.get(k) != v]
-    return problems
+    unread = {"transform_config": said.get("transform_config"), "output_activations": group.get("output_activations")}
+    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        unread["sparsity_config"] = said["sparsity_config"]
+    if group.get("format") not in (None, "nvfp4-pack-quantized"):
+        unread["format of the group"] = group["format"]
+    return problems + [f"{name}={what!r} is not read" for name, what in unread.items() if what]
 
 
 def _codes_name(name: str, kind: Layout) -> str:
@@ -396,6 +403,7 @@ def _read_scales(
         value = tensors[stored].read().reshape(())[()]
         if not (0 < value < np.inf or (value == 0 and not kind.divisor)):
             problems.append(f"{stored} is {value}, not a positive number")
+            continue
         first, scale = found.setdefault((path, _unit(index)), (stored, value))
         if scale != value:
             problems.append(f"{stored} is {value}, but {first} is {scale}: both weights are one here, with one scale")

@@ -134,7 +134,7 @@ def weights_sha256(path: str | os.PathLike) -> str:
     """
     path = _weights_path(path)
     if os.path.isdir(path):
-        files = (path / hf.CONFIG, *path.glob("*.safetensors"))
+        files = (path / hf.CONFIG, *filter(os.path.isfile, path.glob("*.safetensors")))
         return _sha256(_canonical({file.name: _file_sha256(file) for file in files}))
     return _description(path.with_suffix(".json"))[0]["sha256"]
 

@@ -86,6 +86,8 @@ def check_export(cfg: ExportConfig, model: ModelConfig, meta: Mapping[str, Any] 
         setup(TrainConfig(init=cfg.init, seed=cfg.seed, task=cfg.task, recipe=cfg.recipe), model)
     if cfg.tokenizer is not None and not any((Path(cfg.tokenizer) / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"tokenizer={cfg.tokenizer!r} is no folder with one of {', '.join(TOKENIZER_FILES)}")
+    if (source := Path(cfg.tokenizer or cfg.init) / hf.CONFIG).is_file():
+        hf.read_json(source)  # a damaged one must not be met after the weights are written
     return _family(cfg, model), recipe
 
 

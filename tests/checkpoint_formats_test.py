@@ -434,6 +434,9 @@ def test_damaged_and_mixed_weights(layout, changes, message, tmp_path):
         ("compressed_tensors", {"config_groups": {}}, "config_groups={}: one group is read"),
         ("compressed_tensors", {"kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache"),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ' is not NVFP4 or W4A16_NVFP4"),
+        ("modelopt", {"group_size": 32}, "group_size=32, not 16"),
+        ("compressed_tensors", {"transform_config": {"u": {"type": "hadamard"}}}, "transform_config=.* is not read"),
+        ("compressed_tensors", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* is not read"),
     ],
 )
 def test_other_quantization_is_refused(layout, change, message, tmp_path):

@@ -233,8 +233,8 @@ def _open(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """(tensors by name, what is wrong with the files)."""
     tensors: dict[str, Stored] = {}
     problems, files = [], [SINGLE]
-    if not (folder / SINGLE).is_file():
-        if not (folder / INDEX).is_file():
+    if not os.path.isfile(folder / SINGLE):
+        if not os.path.isfile(folder / INDEX):
             return {}, [f"neither {SINGLE} nor {INDEX} is there: only safetensors are read"]
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -244,7 +244,7 @@ def _open(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         # A link within the folder is fine: the hub's cache is made of them.
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             problems.append(f"shard {file!r} is not the plain name of a .safetensors file in this folder")
-        elif not (folder / file).is_file():
+        elif not os.path.isfile(folder / file):  # False also for a name that no file system takes
             problems.append(f"{file} is missing")
         else:
             try:
