@@ -195,8 +195,9 @@ def test_broken_weights_are_not_exported(tmp_path):
     params = jax.tree.map(np.array, tiny.params())
     params["embedding"][0, 0] = np.nan
     save_weights(tmp_path / "weights.msgpack", params, tiny.MODEL, {})
-    with pytest.raises(ValueError, match="holds NaN or infinity in embedding: export an earlier checkpoint"):
-        export(ExportConfig(init=str(tmp_path / "weights.msgpack")), tmp_path / "out")
+    for cfg in (ExportConfig(), ExportConfig(format="modelopt", rows=4)):
+        with pytest.raises(ValueError, match="holds NaN or infinity in embedding: export an earlier checkpoint"):
+            export(dataclasses.replace(cfg, init=str(tmp_path / "weights.msgpack")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -221,11 +222,3 @@ def test_a_used_folder_is_refused(weights, tmp_path):
     (tmp_path / "x/file").write_text("")
     with pytest.raises(app.UsageError, match="is not empty"):
         run(tmp_path / "x", f"--set=init={weights}")
-
-
-def test_exported_weights_are_finite_numbers(tmp_path):
-    params = random_params(tiny.MODEL) | {"embedding": np.full((17, 32), np.nan, np.float32)}  # as all inputs then
-    save_weights(tmp_path / "w.msgpack", params, tiny.MODEL, {})
-    cfg = ExportConfig(init=str(tmp_path / "w.msgpack"), format="modelopt", rows=4)
-    with pytest.raises(ValueError, match="has the input scale inf: calibrate on tokens that reach it"):
-        export(cfg, tmp_path / "out")
