@@ -1,21 +1,36 @@
-"""Long files first, and compiled programs are dropped before a process holds too many of them.
+"""Long files first, compiled programs shared by all processes, and dropped before one holds too many of them.
 
 Linux gives a process 65,530 memory maps. Every program takes some, and XLA's CPU compiler crashes where no more can be
 had: a worker that has run most of the files got there.
 """
 
 import gc
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import pytest
+
+# Compiling is most of what the suite does. Workers and the programs that tests start find what another one compiled.
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+CACHED = {"jax_persistent_cache_min_compile_time_secs": 0.1, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 # A minute or more each: a worker that begins one last leaves the other idle
 LONG = ("zero_gap_test", "routes_test", "resume_test", "paper_test", "reference_test", "engine_test", "routing_test")
 
 MAPS = Path("/proc/self/maps")
 MANY = 30_000
+
+
+def pytest_configure(config):
+    if CACHE not in os.environ:  # else this is a worker, or the user has one
+        folder = tempfile.TemporaryDirectory(prefix="jax-cache-")
+        config.add_cleanup(folder.cleanup)
+        os.environ |= {CACHE: folder.name} | {name.upper(): str(value) for name, value in CACHED.items()}
+    for name, value in (CACHED | {CACHE.lower(): os.environ[CACHE]}).items():
+        jax.config.update(name, value)
 
 
 def pytest_collection_modifyitems(items):

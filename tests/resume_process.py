@@ -76,23 +76,8 @@ def start(weights: str, folder: Path, kill_at: str = "") -> subprocess.Popen:
     Python calls ("1200") or of seconds ("1.5").
     """
     command = [sys.executable, "-m", "tests.resume_process", "run", weights, str(folder), kill_at]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(weights), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def environment(weights: str) -> dict[str, str]:
-    """Of processes that share compiled programs."""
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | {name.upper(): str(value) for name, value in cache(weights).items()}
-
-
-def cache(weights: str) -> dict[str, str | float]:
-    """JAX's settings of a compilation cache beside the weights."""
-    return {
-        "jax_compilation_cache_dir": str(Path(weights).parent / "cache"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, text=True, **pipes)
 
 
 def finish(process: subprocess.Popen) -> str:
