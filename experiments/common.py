@@ -23,7 +23,8 @@ from absl import logging as absl_logging
 
 from quads_jax import config_tree
 from quads_jax.checkpoints import LOCK, RunFolderError, locked, read_json, write_json
-from quads_jax.config import TrainConfig, changed_fields, check_train, read_config
+from quads_jax.config import TrainConfig, changed_fields, read_config
+from quads_jax.config_checks import check_train
 from quads_jax.device import OutOfMemory, deterministic
 from quads_jax.guards import GapAlarm
 from quads_jax.metrics import Progress, duration

@@ -8,7 +8,8 @@ import time
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
-from quads_jax.config import EvaluateConfig, check_evaluate
+from quads_jax.config import EvaluateConfig
+from quads_jax.config_checks import check_evaluate
 from quads_jax.evaluation import evaluate_checkpoint, setups
 from quads_jax.metrics import duration
 

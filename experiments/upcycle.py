@@ -9,7 +9,7 @@ import jax
 from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights, save_weights, weights_sha256
-from quads_jax.config import MAX_SEED
+from quads_jax.config_checks import MAX_SEED
 from quads_jax.models.decoder import parameter_count
 from quads_jax.models.upcycle import UpcycleConfig, upcycle
 

@@ -13,7 +13,8 @@ from absl import app
 
 from experiments import common
 from quads_jax import config_tree
-from quads_jax.config import WarmStartConfig, check_warm_start
+from quads_jax.config import WarmStartConfig
+from quads_jax.config_checks import check_warm_start
 from quads_jax.device import deterministic
 from quads_jax.metrics import Progress
 from quads_jax.supervised import TargetMissed, artefact, load_figures, obtain

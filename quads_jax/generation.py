@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quads_jax.config import MAX_SEED, SHIPPED_TASK, RecipeConfig
+from quads_jax.config import SHIPPED_TASK, RecipeConfig
+from quads_jax.config_checks import MAX_SEED
 from quads_jax.config_tree import located, parse_json, show
 from quads_jax.models.config import ModelConfig
 from quads_jax.programs import engine_program, pack_program, statistics_program

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quads_jax.config import AlarmConfig, TrainConfig, check_train
+from quads_jax.config import AlarmConfig, TrainConfig
+from quads_jax.config_checks import check_train
 from quads_jax.device import memory_phase
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params

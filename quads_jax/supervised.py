@@ -24,7 +24,8 @@ import optax
 
 from quads_jax import config_tree
 from quads_jax.checkpoints import LOCK, RunFolderError, load_weights, locked, save_weights
-from quads_jax.config import WarmStartConfig, check_warm_start
+from quads_jax.config import WarmStartConfig
+from quads_jax.config_checks import check_warm_start
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, balance_loss, init_params

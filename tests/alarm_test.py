@@ -12,7 +12,8 @@ import pytest
 from quads_jax import guards, step
 from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights
-from quads_jax.config import AlarmConfig, CheckpointConfig, check_train
+from quads_jax.config import AlarmConfig, CheckpointConfig
+from quads_jax.config_checks import check_train
 from quads_jax.rl.optim import learning_rate
 from tests import resume_process as process
 from tests.resume_process import config, digest, rows

@@ -49,6 +49,8 @@ ALLOWED = {
     "quads_jax.config": (
         "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),
+    "quads_jax.config_checks": (
+        "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.config_tree", "quads_jax.config"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it
     "quads_jax.evaluation": ("quads_jax",),  # likewise
     "quads_jax.generation": ("quads_jax",),  # likewise
@@ -62,7 +64,8 @@ ALLOWED = {
     "quads_jax.zero_gap": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.step": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.pack", "quads_jax.rl", "quads_jax.tasks",
-        "quads_jax.config", "quads_jax.device", "quads_jax.programs", "quads_jax.sync", "quads_jax.zero_gap"),
+        "quads_jax.config", "quads_jax.config_checks", "quads_jax.device", "quads_jax.programs", "quads_jax.sync",
+        "quads_jax.zero_gap"),
     "quads_jax.sync": ("quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.programs"),
     "quads_jax.start": (
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.config", "quads_jax.checkpoints", "quads_jax.step"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quads_jax import step
-from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train
+from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig
+from quads_jax.config_checks import check_train
 from quads_jax.pack import leaf_name, pack, stale
 from quads_jax.precision import recipe
 from quads_jax.rl.optim import OptimConfig

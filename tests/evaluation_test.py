@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from quads_jax.config import EvaluateConfig, check_evaluate
+from quads_jax.config import EvaluateConfig
+from quads_jax.config_checks import check_evaluate
 from quads_jax.evaluation import evaluate_checkpoint, interval, majority_is_correct, pass_at_k
 from tests.tiny import MODEL, TASK, params
 

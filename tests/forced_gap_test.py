@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from quads_jax.checkpoints import save_weights
-from quads_jax.config import CheckpointConfig, EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, check_train
+from quads_jax.config import CheckpointConfig, EvalConfig, RecipeConfig, RolloutConfig, TrainConfig
+from quads_jax.config_checks import check_train
 from quads_jax.metrics import read_metrics
 from quads_jax.results import QUANTITIES, load_run
 from quads_jax.train import Stopped, train

@@ -19,16 +19,8 @@ import pytest
 
 from quads_jax import config_tree
 from quads_jax.checkpoints import MANIFEST, Checkpoints, RunFolderError, load_weights, read_json, save_weights
-from quads_jax.config import (
-    EvaluateConfig,
-    TrainConfig,
-    WarmStartConfig,
-    check_evaluate,
-    check_train,
-    check_warm_start,
-    from_json,
-    read_config,
-)
+from quads_jax.config import EvaluateConfig, TrainConfig, WarmStartConfig, from_json, read_config
+from quads_jax.config_checks import check_evaluate, check_train, check_warm_start
 from quads_jax.metrics import read_metrics
 from quads_jax.models.decoder import init_params
 from quads_jax.tasks import Jsonl

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quads_jax import layer_errors as instrument
-from quads_jax.config import EvalConfig, check_train
+from quads_jax.config import EvalConfig
+from quads_jax.config_checks import check_train
 from quads_jax.gaps import Sequences
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder

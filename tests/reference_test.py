@@ -16,7 +16,8 @@ import pytest
 from quads_jax import gaps, guards, step
 from quads_jax import train as loop
 from quads_jax.checkpoints import RunFolderError, load_weights, read_json
-from quads_jax.config import RecipeConfig, check_train
+from quads_jax.config import RecipeConfig
+from quads_jax.config_checks import check_train
 from quads_jax.precision import Precision
 from quads_jax.rl.optim import OptimConfig, learning_rate
 from quads_jax.rl.update import UpdateConfig

@@ -15,7 +15,8 @@ import pytest
 from experiments import warm_start
 from quads_jax import config_tree, supervised
 from quads_jax.checkpoints import load_weights, locked, save_weights
-from quads_jax.config import WarmStartConfig, check_warm_start
+from quads_jax.config import WarmStartConfig
+from quads_jax.config_checks import check_warm_start
 from quads_jax.metrics import read_metrics
 from quads_jax.models.decoder import init_params
 from quads_jax.rl.optim import OptimConfig

@@ -13,15 +13,8 @@ import pytest
 from quads_jax import config_tree, programs, start, step
 from quads_jax import train as loop
 from quads_jax.checkpoints import load_weights, save_weights
-from quads_jax.config import (
-    CheckpointConfig,
-    EvalConfig,
-    RecipeConfig,
-    RolloutConfig,
-    TrainConfig,
-    check_train,
-    from_json,
-)
+from quads_jax.config import CheckpointConfig, EvalConfig, RecipeConfig, RolloutConfig, TrainConfig, from_json
+from quads_jax.config_checks import check_train
 from quads_jax.metrics import read_metrics
 from quads_jax.rl.optim import OptimConfig
 from quads_jax.rl.rollout import score

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from experiments import common
 from quads_jax import config_tree
-from quads_jax.config import RecipeConfig, TrainConfig, WarmStartConfig, check_train, check_warm_start, parse_recipe
+from quads_jax.config import RecipeConfig, TrainConfig, WarmStartConfig, parse_recipe
+from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import DEFAULT_RESIDUAL
 from quads_jax.start import load_start

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from quads_jax.config import TrainConfig, WarmStartConfig, check_train, check_warm_start
+from quads_jax.config import TrainConfig, WarmStartConfig
+from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.rl.optim import OptimConfig, decay_steps, learning_rate, make_optimizer, steps_done
 
 MUON = OptimConfig(name="muon", learning_rate=0.01, max_grad_norm=1e9)

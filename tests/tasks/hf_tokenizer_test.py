@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quads_jax import config_tree
-from quads_jax.config import TrainConfig, WarmStartConfig, check_train, check_warm_start, from_json
+from quads_jax.config import TrainConfig, WarmStartConfig, from_json
+from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.step import setup, supervised_batch
 from quads_jax.tasks import Jsonl, Mixture, hf_tokenizer
 from quads_jax.tasks.hf_tokenizer import HfTokenizer, PromptError, folder_sha256

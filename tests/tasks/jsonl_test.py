@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from quads_jax import config_tree
-from quads_jax.config import TrainConfig, WarmStartConfig, changed_fields, check_train, check_warm_start, from_json
+from quads_jax.config import TrainConfig, WarmStartConfig, changed_fields, from_json
+from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.tasks import Jsonl, Mixture
 from quads_jax.tasks.base import split_of
 

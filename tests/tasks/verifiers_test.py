@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from quads_jax import config_tree
-from quads_jax.config import TrainConfig, check_train
+from quads_jax.config import TrainConfig
+from quads_jax.config_checks import check_train
 from quads_jax.tasks import Item, Jsonl, Mixture, verifiers
 from quads_jax.tasks.math_answers import final_answer, may_be_equal
 from quads_jax.tasks.verifiers import Verifier
