@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from quads_jax.attention import decode_attention
 from quads_jax.models import routes
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, init_cache, rollout_variables
@@ -74,16 +75,14 @@ def prefill(packed: Any, quant: Any, rounds: Any, *, model: ModelConfig, precisi
 
 
 def attention(cache: Any, rounds: Any, *, model: ModelConfig, implementation: str):
-    """Decode's attention alone over all of a cache's slots (numbers' bits, as the engine's), all layers, by an
-    implementation of `jax.nn.dot_product_attention`: f32[batch, 1, H, d].
+    """Decode's attention alone over all of a cache's slots (numbers' bits, as the engine's), all layers, by one of
+    `attention.IMPLEMENTATIONS`: f32[batch, 1, H, d].
     """
     _, batch, slots, _, _ = cache[0].shape
     mask = jnp.ones((batch, 1, 1, slots), bool)
 
     def layer(i, q):
-        kept = (lax.dynamic_index_in_dim(a, i % model.layers, keepdims=False) for a in cache)
-        k, v = (lax.bitcast_convert_type(a, q.dtype) for a in kept)
-        return q + jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        return q + decode_attention(q, cache, i % model.layers, mask, implementation)
 
     start = jnp.ones((batch, 1, model.heads, model.head_dim), jnp.bfloat16)
     return lax.fori_loop(0, rounds * model.layers, layer, start).astype(jnp.float32)

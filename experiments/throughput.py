@@ -20,6 +20,7 @@ from experiments import common
 from experiments import throughput_report as report
 from experiments.throughput_cells import Cell, Row, ThroughputConfig, cells
 from quads_jax import config_tree
+from quads_jax.attention import IMPLEMENTATIONS
 from quads_jax.config import WarmStartConfig, parse_recipe
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.metrics import duration
@@ -59,6 +60,8 @@ def check(cfg: ThroughputConfig) -> ModelConfig:
     for name in ("batches", "contexts"):
         if not getattr(cfg, name):
             raise ValueError(f"{name} is empty: name some")
+    if cfg.decode_attention not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"decode_attention={cfg.decode_attention!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     if not cfg.recipes and not cfg.tail_recipes:
         raise ValueError("recipes and tail_recipes are empty: name some")
     for text in (*cfg.recipes, *cfg.tail_recipes):

@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments import decode_speed, fp8_speed, phases, roofline
 from experiments.router_load import active_experts, skewed_routes
+from quads_jax.attention import IMPLEMENTATIONS
 from quads_jax.config import parse_recipe
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_cache
@@ -27,7 +28,6 @@ from quads_jax.random_weights import random_packed
 from quads_jax.rl.sampling import SamplingConfig
 
 Row = dict[str, Any]
-ATTENTION = ("xla", "cudnn")
 SIGMA = 1.0  # of the logarithm of response lengths
 
 
@@ -45,7 +45,8 @@ class ThroughputConfig:
     wide_contexts: tuple[int, ...] = (4096,)  # at all batches
     kernels: bool = True  # GEMMs that read weights as they are stored, on Hopper; else XLA's of decoded weights
     skewed: bool = True  # experts as unevenly popular as a trained model's (`router_load`); else a random router's
-    attention: bool = False  # also XLA's attention against cuDNN's
+    decode_attention: str | None = None  # one of `attention.IMPLEMENTATIONS`; none: the automatic choice
+    attention: bool = False  # also each of them alone
     prefill_tokens: int = 8192  # a call, in rows of a context; 0: none
     tail_recipes: tuple[str, ...] = ("QUADS:0.5",)  # of continuous against static batching
     tail_slots: int = 64
@@ -89,10 +90,11 @@ class Cell:
 def side(cfg: ThroughputConfig, text: str) -> tuple[str, Precision]:
     """(label, precision of the rollout) of a recipe's text, with the implementation that `kernels` asks for."""
     recipe = parse_recipe(text).resolve()
+    rollout = dataclasses.replace(recipe.rollout, decode_attention=cfg.decode_attention)
     if not cfg.kernels:
-        return recipe.label, recipe.rollout
-    name = "fp4_mosaic" if recipe.rollout.experts.weight == NVFP4 else "direct_mosaic"
-    return recipe.label, dataclasses.replace(recipe.rollout, implementation=name)
+        return recipe.label, rollout
+    name = "fp4_mosaic" if rollout.experts.weight == NVFP4 else "direct_mosaic"
+    return recipe.label, dataclasses.replace(rollout, implementation=name)
 
 
 def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision, list[Cell]]]:
@@ -118,7 +120,7 @@ def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision
         yield Precision(), [_fp8_cell(cfg, model, p, b) for b in batches for p in products]
     if cfg.attention:
         sizes = dict.fromkeys(size for text in cfg.recipes for size in _sizes(cfg, text))
-        yield Precision(), [_attention_cell(cfg, model, *size) for size in sizes]
+        yield Precision(), [_attention_cell(cfg, model, name, *size) for size in sizes for name in IMPLEMENTATIONS]
 
 
 def _sizes(cfg: ThroughputConfig, text: str) -> list[tuple[int, int]]:
@@ -225,24 +227,21 @@ def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, product: str, batch: in
     return Cell(what | {"batch": batch, "context": 0}, programs, measure)
 
 
-def _attention_cell(cfg: ThroughputConfig, model: ModelConfig, batch: int, context: int) -> Cell:
-    """XLA's decode attention against cuDNN's: a row's seconds are the faster one's."""
+def _attention_cell(cfg: ThroughputConfig, model: ModelConfig, name: str, batch: int, context: int) -> Cell:
+    """Decode's attention alone, by an implementation."""
     make = functools.partial(init_cache, model, batch, context, "uint16")
-    what = {"model": cfg.model, "recipe": "attention", "precision": "BF16", "kind": "attention"}
+    what = {"model": cfg.model, "recipe": f"attention, {name}", "precision": "BF16", "kind": "attention"}
 
-    def program(name: str) -> Any:
+    def program() -> Any:
         return decode_speed.lowered(decode_speed.attention, jax.eval_shape(make), model=model, implementation=name)
 
     def measure(programs: dict[str, Any], weights: tuple) -> Row:
-        times = {name: decode_speed.seconds(p, make()).seconds for name, p in programs.items()}
-        best = min(times, key=times.get)
+        times = decode_speed.seconds(programs["attention"], make())
         size = roofline.decode_bytes(model, Precision(), batch, context, 0)["keys and values"]
-        row = {"implementation": best, "tokens_per_s": batch / times[best], "seconds": times[best]}
         bound = roofline.least_seconds({"keys and values": size})
-        return row | {"bound_seconds": bound} | {f"seconds/{name}": value for name, value in times.items()}
+        return {"tokens_per_s": batch / times.seconds, "seconds": times.seconds, "bound_seconds": bound}
 
-    programs = {name: functools.partial(program, name) for name in ATTENTION}
-    return Cell(what | {"batch": batch, "context": context}, programs, measure)
+    return Cell(what | {"batch": batch, "context": context}, {"attention": program}, measure)
 
 
 def _batching(cfg: ThroughputConfig, model: ModelConfig, precision: Precision, _: dict, weights: tuple) -> Row:

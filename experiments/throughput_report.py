@@ -61,7 +61,7 @@ def fp8_peers(rows: list[Row]) -> dict[tuple, Row]:
 
 def markdown(rows: list[Row]) -> str:
     """Tables of what was measured. Decode: times of FP8 and W4A4 over a cell's, the step over its least time, launches
-    of kernels, and milliseconds of phases; of attention, of implementations.
+    of kernels, and milliseconds of phases; of products, of implementations.
     """
     timed = [r for r in rows if r["kind"] != "batching"]
     names = ["what", "recipe", "batch", "context", "tokens/s", "over FP8", "over W4A4", "ms", "bound", "launches"]
@@ -76,7 +76,7 @@ def markdown(rows: list[Row]) -> str:
         over = [_ratio(row, peers.get((name, *_cell(row)))) for name in ("FP8", "NAIVE")]
         bound = f"{row['seconds'] / row['bound_seconds']:.2f}x" if "bound_seconds" in row else ""
         parts = [*(row.get(f"seconds/{name}") for name in PHASES), row.get("gap_seconds")]
-        if row["kind"] in ("attention", "products"):
+        if row["kind"] == "products":
             parts = [f"{k.partition('/')[2]} {1e3 * v:.3f}" for k, v in row.items() if k.startswith("seconds/")]
         else:
             parts = ["" if value is None else f"{1e3 * value:.2f}" for value in parts]

@@ -48,8 +48,8 @@ class LayerPrecision:
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """One side's arithmetic: a `LayerPrecision` a role, the compute dtype of everything else, and the implementation of
-    the grouped GEMM (None: chosen for the device; a named one runs or raises). Routers are float32 always; norms,
-    softmax and log-probs too.
+    GEMMs and of a decode step's attention (None: chosen for the device; a named one runs or raises). Routers are
+    float32 always; norms, softmax and log-probs too.
     """
 
     name: str = "BF16"
@@ -60,6 +60,7 @@ class Precision:
     head: LayerPrecision = LayerPrecision()
     dtype: str = "bfloat16"
     implementation: str | None = None
+    decode_attention: str | None = None
 
     def role(self, name: str) -> LayerPrecision:
         """The `LayerPrecision` of a role; an unknown role raises with the list."""

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from quads_jax import ops
+from quads_jax import attention, ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import Precision
 
@@ -165,22 +165,6 @@ def rotary(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def same_bits(a: Array, dtype: Any) -> Array:
-    """`a`, or its bits as a dtype of the same size."""
-    return a if a.dtype == dtype else jax.lax.bitcast_convert_type(a, dtype)
-
-
-def write_cache(cache: Array, new: Array, layer: Array, index: Array | int) -> Array:
-    """The cache [L,B,S,H,d] with new [B,T,H,d] of `layer` at slots index..index+T-1; index i32[B]: T = 1, each row at a
-    slot of its own. A cache of unsigned integers holds the numbers' bits.
-    """
-    new = same_bits(new, cache.dtype)
-    if jnp.ndim(index) == 0:
-        return jax.lax.dynamic_update_slice(cache, new[None], (layer, 0, index, 0, 0))
-    rows = jnp.arange(new.shape[0])
-    return cache.at[layer, rows, index].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings, an optional bias of q, k and v and an optional q/k norm. q, k and
     v share one weight and one global scale.
@@ -206,11 +190,11 @@ class Attention(nn.Module):
         q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
         if cache is not None:
             fresh = zip(cache, (k, v), strict=True)
-            cache = tuple(write_cache(old, new, layer, io.index) for old, new in fresh)
-            if not io.prefill:
-                k, v = (same_bits(jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), dtype) for a in cache)
-        with jax.default_matmul_precision("highest" if dtype == "float32" else None):  # GPUs would use TF32
-            y = jax.nn.dot_product_attention(q, k, v, mask=io.mask)
+            cache = tuple(attention.write(old, new, layer, io.index) for old, new in fresh)
+        if cache is None or io.prefill:
+            y = attention.attend(q, k, v, io.mask)
+        else:
+            y = attention.decode_attention(q, cache, layer, io.mask, self.precision.decode_attention)
         y = y.reshape(*x.shape[:2], h * d)
         return linear(self, "out", y, (c.d_model, h * d), ("embed", "heads"), self.precision, active=io.active), cache
 
