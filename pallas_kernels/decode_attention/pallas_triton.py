@@ -29,6 +29,8 @@ def parts_of(batch: int, kv_heads: int, slots: int) -> int:
     return parts
 
 
+# jit: Flax's scan takes a bare Pallas call, which nothing may drop, for something that its constants depend on
+@functools.partial(jax.jit, static_argnames="interpret")
 def attend(q: Array, keys: Array, values: Array, layer: Array, mask: Array, *, interpret: bool = False) -> Array:
     """softmax(q k^T / sqrt(d)) v of the slots that `mask` shows, in float32, with bf16 products -> bf16[B, H, d].
 
