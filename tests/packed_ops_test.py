@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp4_gemm import reference as fp4_reference
-from quads_jax import implementations, ops
+from quads_jax import implementations, ops, packed_ops
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.residual import compensate
@@ -110,7 +110,7 @@ def test_an_implementation_that_quantizes_gives_the_same(name, block, monkeypatc
 
 def test_other_activations_are_quantized_before_the_product(monkeypatch):
     monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, NAME, "a kernel")
-    quantizing = lambda name: ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
+    quantizing = lambda name: packed_ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
     assert [quantizing(name) for name in ("W4A16", "RAC online", "RAC token")] == [None, None, None]
     assert [quantizing(name) for name in ("W4A4", "RAC 100 %")] == ["a kernel", "a kernel"]
 
