@@ -36,6 +36,42 @@ class Operand:
 PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel order
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """Activations [..., K] by what makes them, which a kernel that quantizes does itself: the RMSNorm of x [..., K]
+    times scale [K], or where scale is None SwiGLU of the float32 sums x [..., 2K], gate first; in a compute dtype.
+    """
+
+    x: Array
+    scale: Array | None
+    eps: float = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., K]."""
+        return (*self.x.shape[:-1], self.x.shape[-1] // (2 if self.scale is None else 1))
+
+    def value(self) -> Array:
+        """The activations. A norm is computed in float32, its scale applied after the cast, as Hugging Face does."""
+        if self.scale is None:
+            gate, up = jnp.split(self.x, 2, axis=-1)
+            return (jax.nn.silu(gate) * up).astype(self.dtype)
+        x = self.x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return x.astype(self.dtype) * self.scale.astype(self.dtype)
+
+    def rows(self) -> Input:
+        """The same as [M, K]."""
+        return dataclasses.replace(self, x=self.x.reshape(-1, self.x.shape[-1]))
+
+
+def value(x: Array | Input) -> Array:
+    """Activations as an array."""
+    return x.value() if isinstance(x, Input) else x
+
+
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +187,7 @@ def activation(
     if channels == 0:
         values, scale = tensor.quantize_values(x, p.activation, unit="token")
         return Activation(values.astype(dtype), None, 0, scale)
-    chosen = functools.partial(
-        select, policy=p.residual.policy, channels=channels, order=order, ids=ids, active=active
-    )
+    chosen = functools.partial(select, policy=p.residual.policy, channels=channels, order=order, ids=ids, active=active)
     values, residual, scale = rac.compensate(x, p.activation, chosen)
     used = channels if p.residual.policy == "static" else width
     return Activation(values.astype(dtype), residual.astype(dtype), used, scale)
