@@ -62,9 +62,12 @@ class Input:
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return x.astype(self.dtype) * self.scale.astype(self.dtype)
 
-    def rows(self) -> Input:
-        """The same as [M, K]."""
-        return dataclasses.replace(self, x=self.x.reshape(-1, self.x.shape[-1]))
+
+def flat(x: Array | Input) -> Array | Input:
+    """[..., K] -> [M, K]."""
+    if isinstance(x, Input):
+        return dataclasses.replace(x, x=flat(x.x))
+    return x.reshape(-1, x.shape[-1])
 
 
 def value(x: Array | Input) -> Array:

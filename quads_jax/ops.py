@@ -31,18 +31,21 @@ from quads_jax.implementations import (  # noqa: F401
 )
 from quads_jax.operands import (  # noqa: F401
     Activation,
+    Input,
     Operand,
     activation,
     channel_mask,
+    flat,
     permute,
     permute_weight,
     prepare_weight,
     residual_statistics,
     round_bf16,
+    value,
     weight_operand,
     weight_unit,
 )
-from quads_jax.packed_ops import unpack  # noqa: F401
+from quads_jax.packed_ops import Quantized, unpack  # noqa: F401
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant.tensor import BlockTensor
 
@@ -120,7 +123,7 @@ _project.defvjp(_project_fwd, _project_bwd)
 
 
 def project(
-    x: Array,
+    x: Array | Input,
     w: Array | BlockTensor | Operand | Arranged,
     p: LayerPrecision,
     *,
@@ -138,7 +141,7 @@ def project(
     `p` quantizes weights, and has no gradient; others say nothing about this product.
     """
     if not packed_ops.reads_packed(w, p.weight, dtype, implementation):
-        return _project(p, dtype, x, w, order, active)
+        return _project(p, dtype, value(x), w, order, active)
     return packed_ops.project(p, implementation, None, x, w, order, active)
 
 
@@ -173,7 +176,7 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def grouped_project(
-    x: Array,
+    x: Array | Input | Quantized,
     w: Array | BlockTensor | Operand | Arranged,
     group_sizes: Array,
     p: LayerPrecision,
@@ -189,23 +192,37 @@ def grouped_project(
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
     divides every group size and M, which saves padding them. source (i32[M], bool[M]), with `block` and where
-    `takes_source`: row m is x[source[m]], x f[T, K], or zero; each is quantized once, however many rows read it.
+    `takes_source`: row m is x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once,
+    however many rows read it, but by implementations that quantize in the product.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
-    if group_sizes.shape != (experts,) or x.ndim != 2 or x.shape[1] != width:
+    given = (x.x.shape[0], width) if isinstance(x, Quantized) else x.shape
+    if group_sizes.shape != (experts,) or len(given) != 2 or given[1] != width:
         raise ValueError(
-            f"x {x.shape} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
+            f"x {given} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
             "x must be [M, K], group_sizes [E]"
         )
-    rows = x.shape[0] if source is None else source[0].shape[0]
-    if block is not None and rows % block:
-        raise ValueError(f"M={rows} rows are not a multiple of block={block}: pad every group to whole blocks")
+    m = given[0] if source is None else source[0].shape[0]
+    if block is not None and m % block:
+        raise ValueError(f"M={m} rows are not a multiple of block={block}: pad every group to whole blocks")
     if source is not None and (block is None or not takes_source(w, p, dtype, implementation)):
         raise ValueError("this product takes rows in expert order: gather them first")
     if not packed_ops.reads_packed(w, p.weight, dtype, implementation):
-        return _grouped(p, dtype, implementation, block, x, w, group_sizes, order, active)
+        return _grouped(p, dtype, implementation, block, value(x), w, group_sizes, order, active)
     return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, source, order, active)
+
+
+def quantized(
+    x: Array | Input, w: Any, p: LayerPrecision, *, dtype: str, order: Array | None, implementation: str | None
+) -> tuple[Array, Array | Quantized]:
+    """(activations [M, K] of x [..., K], what `grouped_project` of `w` takes of them with `source`): twice the same, or
+    the latter quantized by the kernel that makes the former, where the implementation has one.
+    """
+    if packed_ops.reads_packed(w, p.weight, dtype, implementation) and packed_ops.fuses(x, p, implementation):
+        return packed_ops.quantized(p, implementation, None, x, order)
+    x = flat(value(x))
+    return x, x
 
 
 def takes_source(w: Any, p: LayerPrecision, dtype: str, implementation: str | None) -> bool:
