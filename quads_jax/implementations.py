@@ -167,13 +167,22 @@ def _checked_matmul(x: Array, w: layout.Packed, **options: Any) -> Array:
 
 def _checked_quantized(x: Array, w: layout.Packed, **options: Any) -> Array:
     """The GEMM is compared, at what its quantizer would hand over; the quantizer itself is proven in its folder."""
-    rows, width = x.shape[0], options.get("residual", 0)
-    product = {name: value for name, value in options.items() if name not in ("residual", "mask")}
+    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "norm", "swiglu")
+    product = {name: value for name, value in options.items() if name not in made_of}
     product["token_scale"] = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     if width:
         product["residual"] = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
-    compare("fp4_mosaic", _fp4_matmul, x, w, product)
+    compare("fp4_mosaic", _fp4_matmul, jax.ShapeDtypeStruct((rows, w.k), jnp.bfloat16), w, product)
     return _fp4_quantized(x, w, **options)
+
+
+def quantize_rows(x: Array, **options: Any) -> Any:
+    """The quantizer of QUANTIZING_IMPLEMENTATIONS alone: signature and results of `quantize_residual`'s `quantize`, its
+    values in the order that the same names of PACKED_IMPLEMENTATIONS take as `arranged`.
+    """
+    from pallas_kernels.quantize_residual import pallas_triton  # Pallas' GPU backend, as the GEMM
+
+    return pallas_triton.quantize(x, tokens=1, keep=True, **options)
 
 
 # GEMMs that read NVFP4 weights as they are packed, dense and grouped, without gradients: signature of `fp4_reference`.

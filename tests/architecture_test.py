@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("launch.py", "pallas_kernels", "quads_jax", "experiments")
 
+_OPERANDS = ("quads_jax.quant", "quads_jax.precision", "quads_jax.implementations", "pallas_kernels")
 _LEFT_OF_MODELS = ("quads_jax.quant", "quads_jax.precision", "quads_jax.ops")
 _LEFT_OF_RL = (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_formats")
 
@@ -22,7 +23,9 @@ ALLOWED = {
     "quads_jax.precision": ("quads_jax.quant",),
     "quads_jax.attention": ("pallas_kernels",),
     "quads_jax.implementations": ("quads_jax.quant", "pallas_kernels"),
-    "quads_jax.ops": ("quads_jax.quant", "quads_jax.precision", "quads_jax.implementations", "pallas_kernels"),
+    "quads_jax.operands": _OPERANDS,
+    "quads_jax.packed_ops": (*_OPERANDS, "quads_jax.operands"),
+    "quads_jax.ops": (*_OPERANDS, "quads_jax.operands", "quads_jax.packed_ops"),
     "quads_jax.models": ("quads_jax.precision", "quads_jax.ops", "quads_jax.attention"),
     "quads_jax.pack": (*_LEFT_OF_MODELS, "quads_jax.models"),
     "quads_jax.checkpoint_formats": (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack"),

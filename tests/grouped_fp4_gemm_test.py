@@ -1,6 +1,8 @@
 """The grouped FP4 GEMM without a GPU: its tasks, its proofs, and that proofs see mistakes."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp4_gemm import reference, tiling
-from pallas_kernels.grouped_fp4_gemm import bench, prove
+from pallas_kernels.grouped_fp4_gemm import bench, peer_torch, prove
 from pallas_kernels.quantize_residual import prove as quantizer
 
 CASES = dict(prove.cases())
@@ -95,6 +97,35 @@ def test_every_job_has_a_tiling_that_fits(capsys):
     row |= {"of_bound": 0.5, "config": "rule"}
     bench.report(None, [row, row | {"what": "FP8 our kernel", "us": 3.0}])
     assert "1.50" in capsys.readouterr().out
+
+
+def test_torch_runs_what_the_bench_does(capsys, tmp_path, monkeypatch):
+    """The same shapes, rows and routing; a table of both; without PyTorch or a GPU a line that says so."""
+
+    def sites(todo):
+        return [tuple(about[name] for name in ("shape", "N", "K", "experts", "rows")) for about, _ in todo]
+
+    ours, theirs = sites(bench.all_jobs(False, True)), sites(peer_torch.all_jobs())
+    assert set(theirs) == set(ours) and len(theirs) == 2 * len(set(ours))
+    assert {about["what"] for about, _ in peer_torch.all_jobs()} == set(peer_torch.BYTES) < set(bench.PEERS)
+    shape, drawn = bench.SHAPES[2], []
+    monkeypatch.setattr(bench.timing, "microseconds", lambda fn, sets: drawn.extend(sets) or {"us": 1.0})
+    bench._timed(None, shape, 16, 2, lambda key: None)
+    sizes = peer_torch.group_sizes(shape, 16, 2)
+    assert len(sizes) == len(drawn) > 1 and all(each.sum() == 16 for each in sizes)
+    for each, (_, padded, _) in zip(sizes, drawn, strict=True):
+        np.testing.assert_array_equal(-(-each // 8) * 8, padded)
+    row = {"shape": "S", "rows": 128, "p10": 1.9, "p90": 2.1, "active": 3, "TB/s": 1.0, "of_bound": 0.5, "config": ""}
+    bench.report(None, [row | {"what": "W4A4", "us": 2.0}, row | {"what": "BF16 torch", "us": 3.5}])
+    assert "1.75" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit):
+        peer_torch.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().err == "PyTorch is not installed: install 2.11\n"
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(_scaled_grouped_mm=None, cuda=SimpleNamespace(is_available=lambda: False))
+    )
+    assert "sees no GPU" in peer_torch.missing()
 
 
 def test_sampled_routing():

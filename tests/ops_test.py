@@ -500,11 +500,11 @@ def test_trainer_activations_are_not_quantized():
 
 
 def test_mutation_trainer_quantizes_activations(monkeypatch):
-    original = ops._activation
+    original = ops.activation
 
     def quantized(x, p, *rest):
         return original(x, dataclasses.replace(p, activation=NVFP4), *rest)
 
-    monkeypatch.setattr(ops, "_activation", quantized)
+    monkeypatch.setattr(ops, "activation", quantized)
     with pytest.raises(AssertionError, match="from BF16 activations"):
         check_trainer_activations(recipe("QUADS").trainer.experts, compiled(ops.project, **QUICK))

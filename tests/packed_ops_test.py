@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.fp4_gemm import layout
 from pallas_kernels.fp4_gemm import reference as fp4_reference
-from quads_jax import implementations, ops
+from pallas_kernels.quantize_residual.pallas_triton import Operands
+from quads_jax import implementations, ops, packed_ops
 from quads_jax.precision import LayerPrecision
+from quads_jax.quant import tensor
 from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.residual import compensate
-from quads_jax.quant.tensor import quantize
 from tests.ops_test import SIZES, W4A4, W4A16, K, M, N, as_read, normal, random_orders, relative, with_residual
 
 NAME = "fp4_reference"
@@ -78,14 +80,28 @@ def test_mutation_another_experts_weight(monkeypatch):
     assert relative(packed, np.float64(want)) > 0.1
 
 
-def quantizing(x, w, *, residual=0, mask=None, **kwargs):
-    """What QUANTIZING_IMPLEMENTATIONS promise, from its definition."""
-    assert x.dtype == jnp.bfloat16
+def quantize(x, residual=0, mask=None, norm=None, swiglu=False):
+    """(values, residual or None, scale, what was quantized) of a quantizing implementation, from its definition."""
+    assert x.dtype == (jnp.float32 if swiglu else jnp.bfloat16)
+    if swiglu or norm is not None:
+        x = ops.Input(x, *(norm or (None, 0.0)), "bfloat16").value()
     keep = jnp.arange(x.shape[1]) < residual
     keep = keep if mask is None else keep & jnp.repeat(mask, 16, axis=-1)
-    values, left, scale = compensate(x, NVFP4, keep)
-    values, left = values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None
+    values, left, scale = compensate(ops.round_bf16(x), NVFP4, keep)  # a cast that is undone XLA would drop
+    return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, x
+
+
+def quantizing(x, w, *, residual=0, mask=None, norm=None, swiglu=False, **kwargs):
+    """What QUANTIZING_IMPLEMENTATIONS promise."""
+    values, left, scale, _ = quantize(x, residual, mask, norm, swiglu)
     return fp4_reference.matmul(values, w, residual=left, token_scale=scale, **kwargs)
+
+
+def quantize_rows(x, **options):
+    """`implementations.quantize_rows`."""
+    values, left, scale, kept = quantize(x, **options)
+    values, left = (None if a is None else layout.arrange(a, 1) for a in (values, left))
+    return Operands(values, left, scale[:, 0], kept)
 
 
 @pytest.mark.parametrize(("name", "block"), [("RAC static", "dense"), ("RAC block", None)])
@@ -108,23 +124,90 @@ def test_an_implementation_that_quantizes_gives_the_same(name, block, monkeypatc
     assert relative(packed, np.float64(want)) < 1e-6
 
 
+def spied(monkeypatch):
+    """What lies in front of each product, and of rows alone, of a quantizing implementation that NAME has now."""
+    calls = []
+
+    def spy(fn, what):
+        def call(*args, **options):
+            calls.append((what, *sorted(options.keys() & {"norm", "swiglu"})))
+            return fn(*args, **options)
+
+        return call
+
+    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, NAME, spy(quantizing, "product"))
+    monkeypatch.setattr(implementations, "quantize_rows", spy(quantize_rows, "rows"))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["W4A4", "RAC block", "RAC static"])
+def test_an_implementation_that_quantizes_makes_its_activations(name, monkeypatch):
+    """A norm in front of a dense product, SwiGLU in front of experts: the same as of their values, without a row beyond
+    the groups. Where channels are permuted it gets the values.
+    """
+    p, calls = PRECISIONS[name], spied(monkeypatch)
+    policy = p.residual.policy if p.residual else ""
+    order = as_read(random_orders(3, policy), policy, K // 2) if p.needs_order else [None] * 3
+    w = normal(3, N, K, seed=1)
+    norm = ops.Input(jnp.asarray(normal(2, M, K), jnp.bfloat16), normal(K, seed=2), 1e-6, "bfloat16")
+    hidden = ops.Input(jnp.asarray(normal(M, 2 * K, seed=3)).at[SIZES.sum() :].set(np.nan), None, 0.0, "bfloat16")
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def products(norm, hidden, w, implementation):
+        orders = None if order[0] is None else order
+        packed = ops.prepare_weight(w, p, orders), ops.prepare_weight(w[0], p, order[0])
+        how = {"p": p, "implementation": implementation}
+        dense = ops.project(norm, packed[1], order=order[0], **how)
+        return dense, ops.grouped_project(hidden, packed[0], SIZES, order=orders, **how)
+
+    want, got = products(norm, hidden, w, None), products(norm, hidden, w, NAME)
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, np.float64(b)) < 1e-6
+    fused = [("product", "norm"), ("product", "swiglu")]
+    assert calls == (fused if name != "RAC static" else [("product",)] * 2)
+
+
+@pytest.mark.parametrize("name", ["W4A4", "RAC block", "RAC token"])
+def test_rows_quantized_before_they_are_sorted(name, monkeypatch):
+    """Each token once, beside its activations; of other precisions the activations twice."""
+    p, calls = PRECISIONS[name], spied(monkeypatch)
+    policy = p.residual.policy if p.residual else ""
+    order = as_read(random_orders(1, policy)[0], policy, K // 2) if p.needs_order else None
+    x = ops.Input(jnp.asarray(normal(1, 6, K), jnp.bfloat16), normal(K, seed=2), 1e-6, "bfloat16")
+    source = jnp.arange(16) % 6, jnp.arange(16) % 5 > 0
+    how = {"p": p, "order": order, "implementation": NAME}
+
+    @jax.jit
+    def run(x, w):
+        packed = ops.prepare_weight(w, p, order)
+        kept, rows = ops.quantized(x, packed, dtype="bfloat16", **how)
+        product = functools.partial(ops.grouped_project, w=packed, group_sizes=jnp.int32([8, 0, 8]), block=8, **how)
+        return kept, [product(a, source=source) for a in (rows, kept)], isinstance(rows, ops.Quantized)
+
+    kept, (got, want), quantized = run(x, normal(3, N, K, seed=1))
+    assert quantized == (("rows", "norm") in calls) == (name != "RAC token")
+    np.testing.assert_array_equal(kept, jax.jit(ops.value)(x)[0])
+    np.testing.assert_array_equal(got, want)
+    assert np.asarray(got)[1::5].all() and not np.asarray(got)[::5].any()
+
+
 def test_other_activations_are_quantized_before_the_product(monkeypatch):
     monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, NAME, "a kernel")
-    quantizing = lambda name: ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
+    quantizing = lambda name: packed_ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
     assert [quantizing(name) for name in ("W4A16", "RAC online", "RAC token")] == [None, None, None]
     assert [quantizing(name) for name in ("W4A4", "RAC 100 %")] == ["a kernel", "a kernel"]
 
 
 def test_what_cannot_run_raises():
     x, w = normal(M, K), normal(N, K, seed=1)
-    packed = jax.jit(lambda w: quantize(w, NVFP4, unit="expert"))(w)
+    packed = jax.jit(lambda w: tensor.quantize(w, NVFP4, unit="expert"))(w)
     with pytest.raises(
         ValueError, match="multiplies packed NVFP4 weights in bfloat16, not a ndarray under nvfp4 in bf"
     ):
         ops.project(x, w, W4A4, implementation=NAME)
     with pytest.raises(ValueError, match="not a BlockTensor under nvfp4 in float32"):
         ops.project(x, packed, W4A4, dtype="float32", implementation=NAME)
-    fp8 = jax.jit(lambda w: quantize(w, FP8, unit="token"))(w)
+    fp8 = jax.jit(lambda w: tensor.quantize(w, FP8, unit="token"))(w)
     with pytest.raises(ValueError, match=f"not a BlockTensor under {FP8.name} in bfloat16"):
         ops.unpack({"w": fp8}, "bfloat16", NAME)
     with pytest.raises(ValueError, match="a weight packed as .* permuted: pack it for this precision"):
@@ -162,7 +245,7 @@ def test_automatic_is_what_won():
 def test_a_wrong_kernel_is_not_used(caplog):
     """A kernel is compared once a shape, while a program is traced, and refused by name where a bit is wrong."""
     real, calls = implementations.PACKED_IMPLEMENTATIONS[NAME], []
-    w = jax.jit(lambda w: ops.unpack(quantize(w, NVFP4, unit="expert"), "bfloat16", NAME))(normal(N, K))
+    w = jax.jit(lambda w: ops.unpack(tensor.quantize(w, NVFP4, unit="expert"), "bfloat16", NAME))(normal(N, K))
     packed = jax.tree.map(lambda a: a[None], w.packed)
 
     def right(*args, **kwargs):
@@ -192,7 +275,7 @@ def test_a_wrong_kernel_is_not_used(caplog):
 
 def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
     x, w = normal(M, K), normal(N, K, seed=1)
-    nvfp4, fp8 = jax.jit(lambda w: (quantize(w, NVFP4, unit="expert"), quantize(w, FP8, unit="token")))(w)
+    nvfp4, fp8 = jax.jit(lambda w: (tensor.quantize(w, NVFP4, unit="expert"), tensor.quantize(w, FP8, unit="token")))(w)
     monkeypatch.setattr(implementations, "AUTOMATIC_ON_HOPPER", NAME)
     assert ops.choose_packed(None) is None  # this is no Hopper GPU
     monkeypatch.setattr(implementations, "_on_hopper", lambda: True)

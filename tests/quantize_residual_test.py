@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from pallas_kernels.fp4_gemm import layout, mosaic, reference
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.quantize import arithmetic
 from pallas_kernels.quantize_residual import bench, pallas_triton, prove
+from quads_jax.operands import Input
 from quads_jax.quant import residual as rac
 from quads_jax.quant.formats import NVFP4
 from tests.gpu_arithmetic_test import differing
@@ -55,6 +57,43 @@ def test_every_distribution_and_hostile_rows():
     assert prove.exact(x, 8, 64, interpret=True) == {"ok": True}
 
 
+FRONT_WEIGHT = np.random.default_rng(0).normal(size=192).astype(np.float32)
+FRONT_X = np.concatenate([prove.distributions(8, 192)["Student t(2)"], np.tile(prove.hostile(), 3)])
+FRONT_GATES = np.concatenate([prove.gates(8, 192), np.tile(prove.hostile_gates(), 3)])
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_what_lies_in_front(swiglu):
+    """The kept activation is the model's but for float32's order; the values are bit for bit the kept one's."""
+    x, how = (FRONT_GATES, {"swiglu": True}) if swiglu else (FRONT_X, {"norm": FRONT_WEIGHT, "stacked": True})
+    assert prove.exact(x, 8, 64, interpret=True, **how) == {"ok": True}
+
+
+def ulps(a, b):
+    """Steps of bf16 between two arrays."""
+    a, b = (np.asarray(v, ml_dtypes.bfloat16).view(np.int16).astype(np.int32) for v in (a, b))
+    ordered = lambda v: np.where(v < 0, -(v & 0x7FFF), v)  # noqa: E731
+    return np.abs(ordered(a) - ordered(b))
+
+
+def test_the_limits_hold_the_models_arithmetic():
+    """Narrow ones, nearly everywhere one number: they see a rounding left out, other sums, gate and up exchanged."""
+    norm, gated = prove.limits(FRONT_X, FRONT_WEIGHT), prove.limits(FRONT_GATES)
+    for x, scale, limits, most in ((FRONT_X, FRONT_WEIGHT, norm, 2), (FRONT_GATES, None, gated, 1)):
+        made = jax.jit(Input.value)(Input(jnp.asarray(x), scale, prove.EPS, "bfloat16"))
+        assert prove.between(made, limits) == {"ok": True}
+        low = np.abs(np.float32(limits[0]))
+        apart = ulps(*limits)[(low > 1e-30) & (low < np.inf)]  # sigmoids of 1e-38 may be flushed
+        assert apart.max() <= most and np.mean(apart > 0) < 0.01
+    x, bf16 = np.float32(FRONT_X[:8]), lambda a: np.float32(a).astype(ml_dtypes.bfloat16)  # noqa: E731
+    unit, weight = x / np.sqrt(np.mean(x**2, 1, keepdims=True) + prove.EPS), np.float32(bf16(FRONT_WEIGHT))
+    once, other_sum = bf16(unit * weight), bf16(np.float32(bf16(unit * 1.001)) * weight)
+    for wrong in (once, other_sum):
+        assert "outside" in prove.between(wrong, [a[:8] for a in norm])["wrong"]
+    exchanged = np.roll(FRONT_GATES, 192, axis=1)
+    assert "outside" in prove.between(prove.limits(exchanged)[0], gated)["wrong"]
+
+
 MUTATIONS = {
     "scales rounded up": (arithmetic, "e4m3", lambda x, e4m3=arithmetic.e4m3: e4m3(x * (1 + 2**-5))),
     "half the step": (pallas_triton, "_SHIFT", pallas_triton._SHIFT - (1 << 23)),
@@ -79,6 +118,8 @@ def test_the_proof_sees_a_mutation(name, monkeypatch):
         (np.ones((2, 32)), {"stacked": True}, "but residual=0"),
         (np.ones((2, 32)), {"residual": 16, "mask": np.ones(32, bool)}, r"mask is bool \(32,\): pass bool \[2\]"),
         (np.ones((2, 128)), {"residual": 80, "width": 64}, "width=64 of a residual of 80"),
+        (np.ones((2, 64)), {"swiglu": True}, "x is bfloat16 .* pass float32"),
+        (np.ones((2, 64)), {"norm": (np.ones(32, np.float32), 1e-6)}, r"is float32 \(32,\): pass float32 \[64\]"),
     ],
 )
 def test_bad_arguments(x, how, complaint):
@@ -87,7 +128,7 @@ def test_bad_arguments(x, how, complaint):
         pallas_triton.quantize(x, **{"tokens": 8} | how)
 
 
-def stand_in(x, *, tokens, residual, mask, stacked, width, interpret):
+def stand_in(x, *, tokens, residual, mask, stacked, width, interpret, norm, swiglu):
     """The kernel's results by its definition: its interpreter is not the GEMM's."""
     whole = -(-x.shape[1] // 64) * 64
     keep = np.arange(x.shape[1]) < residual
@@ -148,8 +189,11 @@ def test_every_job_can_be_called(capsys):
     for about, _ in todo:
         if about.get("K") == 768 and about["M"] in (16, 4096):
             m, k = about["M"], about["K"]
-            fn = functools.partial(pallas_triton.quantize, interpret=True, **bench.how(m, k, about["what"]))
-            assert jax.eval_shape(fn, jax.ShapeDtypeStruct((m, k), jnp.bfloat16)).x.shape[1] == k
-    row = {"us": 2.0, "p10": 1.9, "p90": 2.1, "TB/s": 1.0, "of_copy": 0.75, "copy_us": 1.5}
-    bench.report(None, [about | row for about, _ in todo[-1:]])
-    assert "75% of a copy's speed" in capsys.readouterr().out
+            given = jax.eval_shape(functools.partial(bench.operands, m=m, k=k, what=about["what"]), jax.random.key(0))
+            for make in (bench.kernel, bench.separate)[: 1 + (about["what"] in bench.FUSED)]:
+                made = jax.eval_shape(make(m, k, about["what"]), *given)
+                assert jax.tree.leaves(made)[0].shape[1] == k
+    row = {"us": 2.0, "p10": 1.9, "p90": 2.1, "TB/s": 1.0, "of_copy": 0.75, "copy_us": 1.5, "of_apart": 1.2}
+    bench.report(None, [about | row | {"apart_us": 2.4} for about, _ in todo[-1:]])
+    shown = capsys.readouterr().out
+    assert "75% of a copy's speed" in shown and "1.20 of XLA's" in shown

@@ -20,17 +20,22 @@ from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
 from quads_jax.random_weights import random_packed
 from tests import tiny
+from tests.packed_ops_test import spied
 
 SIDES = {
     "FP8": ("direct_reference", recipe("FP8").rollout),
     "NAIVE": ("fp4_reference", recipe("NAIVE").rollout),
+    "NAIVE, quantizing": ("fp4_reference", recipe("NAIVE").rollout),
 }
 
 
 @pytest.mark.parametrize("name", SIDES)
-def test_decoding_reads_the_layer_it_is_in(name):
-    """A decode step on a cache of noise. The tiny model's K of 32 leaves sums no other order, so bits are equal."""
+def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
+    """A decode step on a cache of noise. The tiny model's K of 32 leaves sums no other order, so bits are equal, also
+    where an implementation makes what it quantizes.
+    """
     implementation, side = SIDES[name]
+    calls = spied(monkeypatch) if "quantizing" in name else []
     weights = jax.jit(lambda: pack(tiny.params(), {}, side))()
     at, alive = jnp.full(3, 5, jnp.int32), jnp.ones((3, 1), bool)
     noise = np.random.default_rng(0).normal(size=(2, tiny.MODEL.layers, 3, 6, 1, 16))
@@ -43,10 +48,13 @@ def test_decoding_reads_the_layer_it_is_in(name):
         cache = tuple(jnp.asarray(noise, jnp.bfloat16))
         return Decoder(tiny.MODEL, precision).apply(variables, at[:, None], alive, cache=cache, **step)[0]
 
-    program = jax.jit(logits, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+    options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}  # norms round everywhere
+    program = jax.jit(logits, static_argnums=1, compiler_options=options)
     have, want = program(weights, implementation), program(weights, None)
     np.testing.assert_array_equal(have, want)
     assert np.isfinite(have).all() and have.std() > 0
+    made = {("product", "norm"), ("product",), ("rows", "norm"), ("product", "swiglu")}  # q k v, out, gate_up, down
+    assert set(calls) == (made if calls else set()) and bool(calls) == ("quantizing" in name)
 
 
 def test_direct_products_of_several_matrices():

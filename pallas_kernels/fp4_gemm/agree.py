@@ -42,7 +42,8 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
     weight = random_weight(next(keys), experts, w.n, w.k)
 
     def integers(shape: tuple[int, ...]) -> Array:
-        return jax.random.randint(next(keys), shape, -8, 9).astype(jnp.bfloat16)
+        x = jax.random.randint(next(keys), (shape[0], min(shape[1], w.k)), -8, 9).astype(jnp.bfloat16)
+        return layout.arrange(x, 1) if kwargs.get("arranged") else x
 
     values = {"x": integers(x.shape)}
     for name, a in arrays.items():

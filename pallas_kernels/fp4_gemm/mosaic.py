@@ -70,6 +70,8 @@ def quantized_matmul(
     mask: Array | None = None,
     channel_scale: Array | None = None,
     group: Array | None = None,
+    norm: tuple[Array, float] | None = None,
+    swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
     config: Config | None = None,
     interpret: bool = False,
@@ -77,12 +79,15 @@ def quantized_matmul(
     """`matmul` of the NVFP4 activations, a global scale a token, that `quantize_residual` makes of x bf16[M, K] in the
     kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks.
 
-    Other arguments and errors as `matmul`, residual and mask as `quantize_residual.pallas_triton.quantize`.
+    Other arguments and errors as `matmul`, x, residual, mask, norm and swiglu as
+    `quantize_residual.pallas_triton.quantize`.
     """
-    reference.check(x, w, None, None, channel_scale, group, out_dtype, False)
+    made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
+    reference.check(made, w, None, None, channel_scale, group, out_dtype, False)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
     how = {"residual": residual, "mask": mask, "stacked": c.stacked, "width": width, "interpret": interpret}
+    how |= {"norm": norm, "swiglu": swiglu}
     quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
     scale = quantized.scale[: x.shape[0]]

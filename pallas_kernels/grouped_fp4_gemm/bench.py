@@ -36,7 +36,7 @@ SHAPES = (
     Shape("OLMoE down", 2048, 1024, 64),
 )
 ROWS = (128, 512, 2048, 16)  # token-expert pairs
-PEERS = ("FP8 our kernel", "FP8 XLA", "BF16 XLA")
+PEERS = ("FP8 our kernel", "FP8 XLA", "BF16 XLA", "FP8 torch", "BF16 torch")  # torch's by `peer_torch`
 
 
 def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
@@ -52,7 +52,7 @@ def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
 
 
 def _timings(shape: Shape, rows: int) -> list[Job]:
-    about = {"shape": shape.name, "N": shape.n, "K": shape.k, "experts": shape.experts, "rows": rows}
+    about = described(shape, rows)
     found: list[Job] = []
 
     def add(what: str, fn: Callable, *args: Any, config: Any = "rule") -> None:
@@ -77,6 +77,11 @@ def _timings(shape: Shape, rows: int) -> list[Job]:
     add("FP8 XLA", xla, "float8_e4m3fn")
     add("BF16 XLA", xla, "bfloat16")
     return found
+
+
+def described(shape: Shape, rows: int) -> Row:
+    """What rows of results say of a shape."""
+    return {"shape": shape.name, "N": shape.n, "K": shape.k, "experts": shape.experts, "rows": rows}
 
 
 def fits(c: Config, w: Any, compensated: bool, block: int) -> bool:
@@ -121,12 +126,16 @@ def _timed(fn: Callable, shape: Shape, rows: int, weight_bytes: float, weights: 
     keys = timing.keys(shape.weights * weight_bytes)
     sets = [(*_rows(key, shape, rows), weights(key)) for key in keys]
     active = float(np.mean([np.count_nonzero(s[1]) for s in sets]))
-    row = timing.microseconds(fn, sets)
+    return reached(shape, rows, weight_bytes, active, timing.microseconds(fn, sets))
+
+
+def reached(shape: Shape, rows: int, weight_bytes: float, active: float, times: Row) -> Row:
+    """Adds to times in "us" what was reached with `active` experts that have rows."""
     size = active * shape.n * shape.k * weight_bytes
     least = (size + 2 * rows * (shape.k + shape.n)) / timing.READ_BYTES
     least = max(least, 2 * rows * shape.n * shape.k / measure.FLOPS["fp8" if weight_bytes == 1 else "bf16"])
-    reached = {"TB/s": round(size / row["us"] / 1e6, 3), "of_bound": round(1e6 * least / row["us"], 3)}
-    return row | {"active": round(active, 1)} | reached
+    share = {"TB/s": round(size / times["us"] / 1e6, 3), "of_bound": round(1e6 * least / times["us"], 3)}
+    return times | {"active": round(active, 1)} | share
 
 
 def fp4(shape: Shape, rows: int, kind: str, config: Config | None) -> Row:

@@ -1,4 +1,5 @@
-"""The kernel of Pallas' Triton backend: a thread holds a block of 16 channels, a program whole rows, read once.
+"""The kernel of Pallas' Triton backend: a thread holds a block of 16 channels, a program whole rows, read once, with an
+RMSNorm or SwiGLU in front in registers.
 
 Codes never leave registers: a code times its block scale is exact in bf16, which is what the Hopper GEMM multiplies. A
 thread's 16 numbers belong to four places of the GEMM's order (`fp4_gemm.layout`), two loads of 8 to two runs of 32
@@ -8,10 +9,11 @@ channels: Triton moves them between the four threads of a tile, so that stores a
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -24,7 +26,7 @@ BLOCK = 16
 TILE = 64
 _THREADS = 256  # threads a program, if a row has no more blocks
 _PROGRAMS = 264  # two a multiprocessor: fewer rows a program rather than fewer programs
-_LOADS, _ELEMENTS = 2, 8  # a thread's 16 bf16 are two loads
+_THREAD = _LOADS, _ELEMENTS = 2, 8  # a thread's 16 bf16 are two loads
 _ONE = 0x3F800000  # bits of 1.0
 _SHIFT = (22 << 23) + (1 << 22)  # added to the bits of a power of two: 1.5 * 2**22 times it
 _HALF = ~0xFFF  # the leading 12 bits of a significand
@@ -32,12 +34,14 @@ _HALF = ~0xFFF  # the leading 12 bits of a significand
 
 class Operands(NamedTuple):
     """What the FP4 GEMM reads. x bf16[M', K'], and r bf16[M', S'] or None; stacked, x is [2 M', K'] and holds `tokens`
-    rows of values, as many of their residuals, the next rows. scale f32[M']. M', K' and S' are padded with zeros.
+    rows of values, as many of their residuals, the next rows. scale f32[M']. M', K' and S' are padded with zeros. kept
+    bf16[M, K]: what was quantized, in its own order, or None.
     """
 
     x: Array
     r: Array | None
     scale: Array
+    kept: Array | None = None
 
 
 def quantize(
@@ -48,6 +52,9 @@ def quantize(
     mask: Array | None = None,
     stacked: bool = False,
     width: int | None = None,
+    norm: tuple[Array, float] | None = None,
+    swiglu: bool = False,
+    keep: bool = False,
     interpret: bool = False,
 ) -> Operands:
     """bf16 [M, K] -> its NVFP4 values and residual values, in the order of `layout.arrange`, and global scales.
@@ -55,10 +62,11 @@ def quantize(
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
     multiple of 16; 0 for none. mask: bool [K/16] or [M, K/16], the blocks among them whose residual is kept; None keeps
     all. width: S', a multiple of 64; None takes the next one, or K' where `stacked`, see Operands.
+    norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
+    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
-    _check(x, tokens, residual, mask, stacked)
-    m, k = x.shape
+    m, k = _check(x, tokens, residual, mask, stacked, norm, swiglu)
     tiles = -(-k // TILE)
     if width is None:
         width = tiles * TILE if stacked else -(-residual // TILE) * TILE
@@ -84,12 +92,19 @@ def quantize(
     if residual and not stacked:
         outputs.append(out(1, width // TILE))
     outputs.append((jax.ShapeDtypeStruct((padded, 1), jnp.float32), spec(1)))
-    operands, in_specs = [x.reshape(m, k // BLOCK, _LOADS, _ELEMENTS)], [spec(blocks, _LOADS, _ELEMENTS)]
+    if keep:
+        outputs.append((jax.ShapeDtypeStruct((m, k // BLOCK, *_THREAD), jnp.bfloat16), spec(blocks, *_THREAD)))
+    halves = (2,) if swiglu else ()
+    operands, in_specs = [x.reshape(m, *halves, k // BLOCK, *_THREAD)], [spec(*halves, blocks, *_THREAD)]
+    if norm is not None:
+        operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
+        in_specs.append(pl.BlockSpec((1, blocks, *_THREAD), lambda i: (0, 0, 0, 0)))
     if mask is not None:
         operands.append(mask.astype(jnp.uint8).reshape(-1, k // BLOCK))
         in_specs.append(spec(blocks) if mask.ndim == 2 else pl.BlockSpec((1, blocks), lambda i: (0, 0)))
     how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
-    *values, scale = pl.pallas_call(
+    how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
+    results = pl.pallas_call(
         functools.partial(_kernel, m=m, k=k, masked=mask is not None, **how),
         grid=(padded // rows,),
         in_specs=in_specs,
@@ -99,14 +114,21 @@ def quantize(
         interpret=interpret,
         name="quantize_residual_nvfp4",
     )(*operands)
+    *values, scale, kept = results if keep else (*results, None)
     values = [v.reshape(v.shape[0] * v.shape[1] * tokens, -1) for v in values]
-    return Operands(values[0], values[1] if len(values) > 1 else None, scale[:, 0])
+    kept = None if kept is None else kept.reshape(m, k)
+    return Operands(values[0], values[1] if len(values) > 1 else None, scale[:, 0], kept)
 
 
-def _check(x: Array, tokens: int, residual: int, mask: Array | None, stacked: bool) -> None:
-    if x.ndim != 2 or x.dtype != jnp.bfloat16:
-        raise ValueError(f"x is {x.dtype} {x.shape}: pass bfloat16 [M, K]")
-    m, k = x.shape
+def _check(
+    x: Array, tokens: int, residual: int, mask: Array | None, stacked: bool, norm: Any, swiglu: bool
+) -> tuple[int, int]:
+    """(M, K)."""
+    if x.ndim != 2 or x.dtype != (jnp.float32 if swiglu else jnp.bfloat16) or (swiglu and x.shape[1] % 2):
+        raise ValueError(f"x is {x.dtype} {x.shape}: pass {'float32 [M, 2K]' if swiglu else 'bfloat16 [M, K]'}")
+    m, k = x.shape[0], x.shape[1] // (1 + swiglu)
+    if norm is not None and (swiglu or norm[0].shape != (k,) or norm[0].dtype != jnp.float32):
+        raise ValueError(f"norm's weight is {norm[0].dtype} {norm[0].shape}: pass float32 [{k}], and no swiglu")
     if m < 1 or k % BLOCK or not BLOCK <= k <= MAX_K:
         raise ValueError(f"x has shape {x.shape}: pass M >= 1 and K up to {MAX_K}, padded to a multiple of {BLOCK}")
     if tokens < 1 or tokens & (tokens - 1):
@@ -119,17 +141,32 @@ def _check(x: Array, tokens: int, residual: int, mask: Array | None, stacked: bo
         raise ValueError(
             f"mask is {mask.dtype} {mask.shape}: pass bool [{k // BLOCK}] or [{m}, {k // BLOCK}], by block"
         )
+    return m, k
 
 
 def _kernel(
-    x_ref, *refs, m: int, k: int, residual: int, width: int, masked: bool, stacked: bool, interpret: bool
+    x_ref,
+    *refs,
+    m: int,
+    k: int,
+    residual: int,
+    width: int,
+    masked: bool,
+    stacked: bool,
+    eps: float | None,
+    swiglu: bool,
+    keep: bool,
+    interpret: bool,
 ) -> None:
-    """x [R, B, V, E], mask [R or 1, B] if `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an
-    array of their own, global scales [R, 1].
+    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, mask [R or 1, B] if
+    `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an array of their own, global scales [R, 1],
+    the quantized [R, B, V, E] if `keep`.
     """
     refs = list(refs)
+    weight_ref = None if eps is None else refs.pop(0)
     mask_ref = refs.pop(0) if masked else None
-    rows, blocks = x_ref.shape[:2]
+    kept_ref = refs.pop() if keep else None
+    rows, blocks = x_ref.shape[0], x_ref.shape[-3]
     block = lax.broadcasted_iota(jnp.int32, (rows, blocks), 1)
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, blocks), 0)
     inside = (row < m) & (block < k // BLOCK)
@@ -146,8 +183,23 @@ def _kernel(
             value = value.astype(jnp.bfloat16).reshape(rows, tiles, 4, 2, 2, 2).transpose(0, 1, 3, 4, 2, 5)
             plt.store(ref.at[:, pl.ds(copy, 1), :, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
 
-    x = [load(x_ref.at[:, :, pl.ds(v, 1)], inside[:, :, None, None]) for v in range(_LOADS)]
-    x = [a.reshape(rows, blocks, _ELEMENTS) for a in x]
+    def loads(ref, inside, *half) -> list[Array]:
+        inside = jnp.expand_dims(inside, (*(1 for _ in half), -2, -1))
+        found = [load(ref.at[:, *half, :, pl.ds(v, 1)], inside) for v in range(_LOADS)]
+        return [a.reshape(a.shape[0], blocks, _ELEMENTS) for a in found]
+
+    if swiglu:
+        gate, up = (loads(x_ref, inside, pl.ds(half, 1)) for half in range(2))
+        x = [_bf16(a * (1 / (1 + jnp.exp(-a))) * b, interpret) for a, b in zip(gate, up, strict=True)]
+    else:
+        x = loads(x_ref, inside)
+    if eps is not None:
+        weight = loads(weight_ref, lax.broadcasted_iota(jnp.int32, (1, blocks), 1) < k // BLOCK)
+        x = _normed(x, weight, eps, k, interpret)
+    if keep:
+        for v, a in enumerate(x):
+            kept = a.reshape(rows, blocks, 1, _ELEMENTS)
+            plt.store(kept_ref.at[:, :, pl.ds(v, 1)], kept, mask=jnp.broadcast_to(inside[:, :, None, None], kept.shape))
     magnitude = block_amax(x, interpret)
     amax = jnp.max(magnitude, axis=1, keepdims=True)
     finite = amax < arithmetic.EXPONENT
@@ -167,6 +219,27 @@ def _kernel(
     left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)
     store(refs[0 if stacked else 1], int(stacked), width, _round(left, magnitude, unit, keep, interpret))
+
+
+def _bf16(x: Array, interpret: bool) -> Array:
+    """Rounded to bf16, also where XLA, which runs the interpreter, would drop a cast that is undone."""
+    return (lax.reduce_precision(x, 8, 7) if interpret else x).astype(jnp.bfloat16)
+
+
+def _normed(x: list[Array], weight: list[Array], eps: float, k: int, interpret: bool) -> list[Array]:
+    """The loads of rows, bf16 [R, B, E], and of the weight f32 [1, B, E] -> the RMSNorm of K channels, rounded before
+    the weight and after it.
+    """
+    x = [a.astype(jnp.float32) for a in x]
+    squares = functools.reduce(jnp.add, [jnp.sum(a * a, axis=2) for a in x])
+    mean = jnp.sum(squares, axis=1, keepdims=True) * np.float32(1 / k)
+    factor = lax.rsqrt(mean + np.float32(eps))[:, :, None]
+
+    def one(a: Array, w: Array) -> Array:
+        unit, w = (_bf16(b, interpret).astype(jnp.float32) for b in (a * factor, w))
+        return _bf16(unit * w, interpret)
+
+    return [one(a, w) for a, w in zip(x, weight, strict=True)]
 
 
 def _round(x: list[Array], magnitude: Array, unit: arithmetic.Unit, keep: Array | bool, interpret: bool) -> list[Array]:

@@ -2,11 +2,14 @@
 
 numpy's float32 operations are IEEE's and ml_dtypes rounds to E2M1 and E4M3, so nothing here is the kernel's own
 arithmetic. tests/quantize_residual_test.py compares both with the definition in `quads_jax.quant`.
+
+Of a norm or SwiGLU in front, whose sums and exponentials have no one order, two statements: the activation that the
+kernel keeps lies where the model's arithmetic has it if its float32 part is off by `OFF` at most, and the values are
+bit for bit those of the kept activation.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,8 @@ from pallas_kernels.fp4_gemm.prove import compare
 from pallas_kernels.quantize_residual import pallas_triton
 
 F32 = np.finfo(np.float32)
+OFF = 2.0**-20  # relative; a sum of squares over 8192 channels, its root, an exponential
+EPS = 1e-6
 # of 64 channels, the logical one at each place of the GEMM's order: p = 16 j + 8 h + 2 q + b holds 16 q + 4 j + 2 h + b
 ORDER = np.array([16 * (p // 2 % 4) + 4 * (p // 16) + 2 * (p // 8 % 2) + p % 2 for p in range(64)])
 
@@ -51,6 +56,41 @@ def expected(x: Any, keep: Any = False) -> tuple[Any, Any, Any]:
     return values, residual, np.where(finite, scale, np.nan)[:, 0]
 
 
+def limits(x: Any, weight: Any = None) -> tuple[Any, Any]:
+    """The least and the largest activation bf16[M, K] that quantizing may start from: the RMSNorm of x bf16[M, K] times
+    weight f32[K], or without a weight SwiGLU of x f32[M, 2K]. NaN where the model's is.
+    """
+    rounded = lambda a: np.asarray(a, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
+    with np.errstate(all="ignore"):
+        if weight is None:
+            gate, up = np.split(x.astype(np.float64), 2, axis=1)
+            sigmoid = 1 / (1 + np.exp(-gate))
+            y = gate * np.where(sigmoid < F32.tiny, 0, sigmoid) * up
+            least = np.where(gate < -87.3, abs(gate * up) * F32.tiny, 0)  # subnormal sigmoids may be flushed
+            both = [rounded(y - abs(y) * OFF - least), rounded(y + abs(y) * OFF + least)]
+        else:
+            x = x.astype(np.float64)
+            squares = (x**2).sum(1, keepdims=True)
+            squares = np.where(squares > F32.max, np.inf, squares)
+            y = x * (1 / np.sqrt(squares / x.shape[1] + EPS))
+            weight = rounded(weight).astype(np.float32)
+            both = [rounded(rounded(y * (1 + off)).astype(np.float32) * weight) for off in (-OFF, OFF)]
+        return np.minimum(*both), np.maximum(*both)
+
+
+def between(kept: Any, limits: tuple[Any, Any]) -> dict[str, Any]:
+    """{"ok"}, or how many numbers of bf16[M, K] lie outside and the first place."""
+    kept, low, high = (np.asarray(a, np.float32) for a in (kept, *limits))
+    inside = (low - F32.tiny <= kept) & (kept <= high + F32.tiny) | np.isnan(low) & ~np.isfinite(kept)
+    if kept.shape == low.shape and inside.all():
+        return {"ok": True}
+    if kept.shape != low.shape:
+        return {"ok": False, "wrong": f"kept has shape {kept.shape}, not {low.shape}"}
+    i, j = np.argwhere(~inside)[0]
+    wrong = f"{(~inside).sum()} of {inside.size} outside, first [{i}, {j}]: {kept[i, j]}"
+    return {"ok": False, "wrong": f"{wrong}, limits {low[i, j]} and {high[i, j]}"}
+
+
 def arranged(a: Any, tokens: int, width: int) -> Any:
     """[M, K] -> bf16 bits u16[M', width] in the GEMM's order."""
     a = np.pad(a, ((0, -len(a) % tokens), (0, max(width - a.shape[1], 0))))[:, :width]
@@ -59,9 +99,32 @@ def arranged(a: Any, tokens: int, width: int) -> Any:
 
 
 def exact(
-    x: Any, tokens: int, residual: int = 0, *, mask: Any = None, stacked: bool = False, interpret: bool = False
+    x: Any,
+    tokens: int,
+    residual: int = 0,
+    *,
+    mask: Any = None,
+    stacked: bool = False,
+    norm: Any = None,
+    swiglu: bool = False,
+    interpret: bool = False,
 ) -> dict[str, Any]:
-    """One call, twice: {"ok"}, or what is wrong of which result. x: bf16 [M, K]."""
+    """One call, twice: {"ok"}, or what is wrong of which result. x: bf16 [M, K], with `swiglu` f32 [M, 2K]; norm: a
+    weight f32 [K].
+    """
+    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "interpret": interpret}
+    how |= {"swiglu": swiglu, "keep": swiglu or norm is not None}
+
+    def call(x, mask, weight):
+        return pallas_triton.quantize(x, mask=mask, norm=None if weight is None else (weight, EPS), **how)
+
+    run = jax.jit(call)
+    got = [run(jnp.asarray(x), mask, norm) for _ in range(2)]
+    if how["keep"]:
+        row = between(got[0].kept, limits(x, norm))
+        if not row["ok"]:
+            return row | {"of": "kept"}
+        x = np.asarray(got[0].kept)
     m, k = x.shape
     keep = np.arange(k) < residual
     keep = keep if mask is None else keep & mask.repeat(16, -1)
@@ -75,9 +138,6 @@ def exact(
             want["x"] = np.concatenate(pairs, 1).reshape(-1, whole)
         else:
             want["r"] = r
-    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "interpret": interpret}
-    run = jax.jit(functools.partial(pallas_triton.quantize, **how))
-    got = [run(jnp.asarray(x, jnp.bfloat16), mask=mask) for _ in range(2)]
     if (got[0].r is None) == ("r" in want):
         return {"ok": False, "wrong": f"r is {got[0].r}"}
     for name, wanted in want.items():
@@ -125,13 +185,32 @@ def hostile() -> Any:
     return x.astype(ml_dtypes.bfloat16)
 
 
+def gates(rows: int, k: int) -> Any:
+    """f32[rows, 2 k], gate and up: gates of all sizes, also such whose sigmoid is tiny, 0 or 1."""
+    rng = np.random.default_rng(k)
+    x = rng.normal(size=(rows, 2 * k)) * np.concatenate([np.logspace(-3, 1.5, k), np.logspace(2, -2, k)])
+    x[0, :4], x[0, k : k + 4] = (-60, -86, -100, 100), 1
+    return x.astype(np.float32)
+
+
+def hostile_gates() -> Any:
+    """f32[8, 128]: NaN, infinities and products beyond bf16, between ordinary rows."""
+    x = np.random.default_rng(3).normal(size=(8, 128)).astype(np.float32)
+    x[1, 5], x[2, 5], x[3, 5], x[4, 70] = np.nan, np.inf, -np.inf, np.inf
+    x[5, 5], x[5, 69] = 1e20, 1e20
+    x[6, :64], x[7, 64:] = 0, 0
+    return x
+
+
 def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, what returns {"ok", ...} or raises), the telling ones first."""
     found: list[tuple[str, Callable[[], dict[str, Any]]]] = []
 
     def add(name: str, m: int, k: int, tokens: int, residual: int = 0, **kwargs: Any) -> None:
         def case() -> dict[str, Any]:
-            return exact(hostile() if name == "hostile" else distributions(m, k)[name], tokens, residual, **kwargs)
+            special = {"hostile": hostile, "gates": lambda: gates(m, k), "hostile gates": hostile_gates}
+            x = special[name]() if name in special else distributions(m, k)[name]
+            return exact(x, tokens, residual, **kwargs)
 
         found.append((" ".join([name, f"{m}x{k}", f"tokens={tokens}", f"residual={residual}", *kwargs]), case))
 
@@ -150,6 +229,14 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add("outlier channels", 2050, 1040, 16, 1040, mask=np.arange(65) % 3 == 0, stacked=True)
     add("outlier channels", 37, 1040, 16, 1040, mask=of_rows, stacked=True)
     add("outlier channels", 37, 1040, 16, 528, mask=of_rows)
+    for k in (2048, 768, 4096):
+        weight = np.random.default_rng(k).normal(size=k).astype(np.float32)
+        for name in ("normal", "outlier channels", "wide", "tiny rows"):
+            add(name, 64, k, 16, k, stacked=True, norm=weight)
+        add("gates", 64, k, 8, k, stacked=True, mask=np.arange(k // 16) % 3 == 0, swiglu=True)
+        add("gates", 5, k, 8, swiglu=True)
+    add("hostile", 24, 64, 8, 64, norm=np.linspace(-2, 2, 64, dtype=np.float32))
+    add("hostile gates", 8, 64, 8, 64, swiglu=True)
     add("normal", 2, 16384, 8, 16384)
     add("Student t(2)", 4099, 2048, 128, 2048)
     return found

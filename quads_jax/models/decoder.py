@@ -121,7 +121,9 @@ class Decoder(nn.Module):
             if load is not None:
                 loads.append(load)
         x, cache, _ = carry
-        x = RMSNorm(c.norm_eps, self.precision.dtype, name="final_norm")(x[:, -1:] if last_only else x[:, first:])
+        x = RMSNorm(c.norm_eps, self.precision.dtype, name="final_norm")(
+            x[:, -1:] if last_only else x[:, first:]
+        ).value()
         if c.tied_head:
             dtype = self.precision.dtype
             precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None

@@ -56,11 +56,16 @@ def weight(
     logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
     in use.
     """
+    leaf = _stored(module, name)
+    if leaf is not None:
+        return leaf
+    return nn.unbox(module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape)))
+
+
+def _stored(module: nn.Module, name: str) -> Any:
     if module.has_variable(STACKS, name):
         return dataclasses.replace(module.get_variable(STACKS, name), layer=module.get_variable("params", name))
-    if module.has_variable("params", name):
-        return module.get_variable("params", name)
-    return nn.unbox(module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape)))
+    return module.get_variable("params", name) if module.has_variable("params", name) else None
 
 
 def take_last(x: Array, ids: Array) -> Array:
@@ -92,10 +97,30 @@ def _embed_small_bwd(dtype, vocab, tokens, g):
 _embed_small.defvjp(lambda table, tokens, *static: (_embed_small(table, tokens, *static), tokens), _embed_small_bwd)
 
 
+def _order(module: nn.Module, name: str, layer: Any) -> Array | None:
+    return module.get_variable("quant", name) if layer.needs_order and module.has_variable("quant", name) else None
+
+
+def _measured(module: nn.Module) -> bool:
+    return module.is_mutable_collection("stats") or module.is_mutable_collection("inputs")
+
+
+def quantized(
+    module: nn.Module, name: str, x: Array | ops.Input, precision: Precision
+) -> tuple[Array, Array | ops.Quantized]:
+    """(activations [M, K] of x [..., K], what `linear` of the GEMM weight `name` takes of them with `source`)."""
+    w, layer = _stored(module, name), precision.role(GEMM_ROLES[module.name, name])
+    if w is None or _measured(module):
+        x = ops.flat(ops.value(x))
+        return x, x
+    how = {"dtype": precision.dtype, "implementation": precision.implementation}
+    return ops.quantized(x, w, layer, order=_order(module, name, layer), **how)
+
+
 def linear(
     module: nn.Module,
     name: str,
-    x: Array,
+    x: Array | ops.Input | ops.Quantized,
     shape: Sequence[int],
     axes: Sequence[str | None],
     precision: Precision,
@@ -115,11 +140,11 @@ def linear(
     """
     w = weight(module, name, shape, axes)
     layer = precision.role(GEMM_ROLES[module.name, name])
-    order = module.get_variable("quant", name) if layer.needs_order and module.has_variable("quant", name) else None
+    order, measured = _order(module, name, layer), _measured(module)
     how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
+    x = ops.value(x) if measured else x
     if source is not None:
         *rows, take = source
-        measured = module.is_mutable_collection("stats") or module.is_mutable_collection("inputs")
         if not measured and ops.takes_source(w, layer, precision.dtype, precision.implementation):
             return ops.grouped_project(x, w, sizes, layer, block=block, source=tuple(rows), **how)
         x = take(x)
@@ -137,20 +162,16 @@ def linear(
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale in float32, returned in the compute dtype. The scale is applied after the cast, as Hugging
-    Face does.
-    """
+    """x / rms(x) * scale, in the compute dtype."""
 
     eps: float
     dtype: str
     axis: str = "embed"  # logical name of the normalised axis
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> ops.Input:
         scale = weight(self, "scale", (x.shape[-1],), (self.axis,), nn.initializers.ones)
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return x.astype(self.dtype) * scale.astype(self.dtype)
+        return ops.Input(x, scale, self.eps, self.dtype)
 
 
 def rotary(x: Array, positions: Array, theta: float) -> Array:
@@ -174,7 +195,9 @@ class Attention(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: Array, io: Any, cache: tuple[Array, Array] | None, layer: Array) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array | ops.Input, io: Any, cache: tuple[Array, Array] | None, layer: Array
+    ) -> tuple[Array, Any]:
         """x [B,T,D]; `io` as in `decoder.Inputs`; cache (k, v) [L,B,S,Hkv,d] of all layers, of which `layer` is read
         and written.
         """
@@ -201,13 +224,12 @@ class Attention(nn.Module):
     def _norm(self, name: str, x: Array) -> Array:
         """RMSNorm of q or k [B,T,H,d], over each head or over the whole projection."""
         flat, axis = (x, "head_dim") if self.cfg.qk_norm == "head" else (x.reshape(*x.shape[:2], -1), "heads")
-        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, axis, name=name)(flat).reshape(x.shape)
+        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, axis, name=name)(flat).value().reshape(x.shape)
 
 
-def swiglu(gate_up: Array, dtype: str) -> Array:
+def swiglu(gate_up: Array, dtype: str) -> ops.Input:
     """silu(gate) * up of the fused f32[..., 2F] (gate first), in the compute dtype."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(dtype)
+    return ops.Input(gate_up, None, 0.0, dtype)
 
 
 class MLP(nn.Module):
@@ -217,7 +239,7 @@ class MLP(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: Array, active: Array | None) -> Array:
+    def __call__(self, x: Array | ops.Input, active: Array | None) -> Array:
         d, p = x.shape[-1], self.precision
         hidden = linear(self, "gate_up", x, (2 * self.width, d), ("mlp", "embed"), p, active=active)
         return linear(self, "down", swiglu(hidden, p.dtype), (d, self.width), ("embed", "mlp"), p, active=active)

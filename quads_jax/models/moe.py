@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.layers import MLP, STACKS, fan_in_init, linear, swiglu, take_last, weight
+from quads_jax.models.layers import MLP, STACKS, fan_in_init, linear, quantized, swiglu, take_last, weight
 from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED, ids_dtype
 from quads_jax.precision import Precision
 
@@ -121,13 +121,17 @@ to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts over rows in expert order: tokens x [M,D], which `d` lays out -> f32[P,D]."""
+    """E SwiGLU experts over rows in expert order: tokens x [M,D] of `read`, which `d` lays out -> f32[P,D]."""
 
     cfg: ModelConfig
     precision: Precision
 
+    def read(self, x: Array | ops.Input) -> tuple[Array, Array | ops.Quantized]:
+        """x [...,D] -> the tokens [M,D], and what the experts read of them."""
+        return quantized(self, "gate_up", x, self.precision)
+
     @nn.compact
-    def __call__(self, x: Array, d: Dispatch, active: Array) -> Array:
+    def __call__(self, x: Array | ops.Quantized, d: Dispatch, active: Array) -> Array:
         c, p = self.cfg, self.precision
         groups = {"active": active, "sizes": d.sizes, "block": d.block}
         shape = (c.experts, 2 * c.d_expert, c.d_model)
@@ -146,12 +150,13 @@ class MoE(nn.Module):
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: Array, valid: Array, active: Array | None) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, x: Array | ops.Input, valid: Array, active: Array | None) -> tuple[Array, dict[str, Array]]:
         """x [B,T,D], valid bool[B,T] -> (f32[B,T,D], load: share of valid token-expert pairs an expert f32[E], and mean
         probability f32[E]).
         """
         c = self.cfg
-        tokens = x.reshape(-1, c.d_model)
+        experts = Experts(c, self.precision, name="experts")
+        tokens, read = experts.read(x)
         router = weight(self, "router", (c.experts, c.d_model), ("experts", "embed"), fan_in_init)
         replayed = self.get_variable(REPLAYED, "ids") if self.has_variable(REPLAYED, "ids") else None
         if replayed is not None:
@@ -165,7 +170,7 @@ class MoE(nn.Module):
         d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         moves = d.slot, d.pair, d.filled
         rows_active = d.filled if active is None else d.filled & active.reshape(-1)[d.pair // c.top_k]
-        rows = Experts(c, self.precision, name="experts")(tokens, d, rows_active)
+        rows = experts(read, d, rows_active)
         y = to_tokens(rows, gates, *moves)
 
         if c.d_shared:

@@ -100,7 +100,7 @@ def block(model):
             capture_intermediates=lambda module, _: isinstance(module, RMSNorm),
         )
         (h,) = state["intermediates"]["mlp_norm"]["__call__"]
-        return carry[0], route(h.reshape(-1, cfg.d_model), params["moe"]["router"], cfg.top_k, cfg.renormalize)
+        return carry[0], route(h.value().reshape(-1, cfg.d_model), params["moe"]["router"], cfg.top_k, cfg.renormalize)
 
     return quick_jit(apply)
 

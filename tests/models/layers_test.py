@@ -22,10 +22,10 @@ def test_rms_norm():
     x, scale = rng.normal(size=(3, 5, 24)) * np.logspace(-4, 4, 5)[:, None], rng.normal(size=24)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
     params = {"params": {"scale": jnp.float32(scale)}}
-    y = RMSNorm(1e-6, "float32").apply(params, jnp.float32(x))
+    y = RMSNorm(1e-6, "float32").apply(params, jnp.float32(x)).value()
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-9)  # observed 2e-7
 
-    half = RMSNorm(1e-6, "bfloat16").apply(params, jnp.float32(x))
+    half = RMSNorm(1e-6, "bfloat16").apply(params, jnp.float32(x)).value()
     assert half.dtype == jnp.bfloat16
     unit = (expected / scale).astype(np.float32).astype(ml_dtypes.bfloat16)  # cast, then scaled in bfloat16
     rounded = unit * scale.astype(np.float32).astype(ml_dtypes.bfloat16)
