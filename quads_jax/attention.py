@@ -40,14 +40,19 @@ def _of_a_copy(implementation: str | None, q: Array, cache: Cache, layer: Array,
     return attend(q, k, v, mask, implementation)
 
 
+def _kernels() -> Any:
+    """The folder of the kernels. Raises RuntimeError without a GPU."""
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"attention triton runs on GPUs, this is {jax.devices()[0].device_kind}: choose xla or None")
+    from pallas_kernels.decode_attention import heads, pallas_triton  # Pallas' GPU backend, which nothing else needs
+
+    return pallas_triton.attend, heads.write_heads
+
+
 def _triton(q: Array, cache: Cache, layer: Array, mask: Array) -> Array:
     if q.shape[1] != 1:
         raise ValueError(f"attention triton takes one token a sequence, not {q.shape[1]}: choose xla")
-    if jax.default_backend() != "gpu":
-        raise RuntimeError(f"attention triton runs on GPUs, this is {jax.devices()[0].device_kind}: choose xla or None")
-    from pallas_kernels.decode_attention import pallas_triton  # Pallas' GPU backend, which nothing else needs
-
-    return pallas_triton.attend(q[:, 0], *cache, layer, mask[:, 0, 0])[:, None]
+    return _kernels()[0](q[:, 0], *cache, layer, mask[:, 0, 0])[:, None]
 
 
 # f(q [B,T,H,d], cache (k, v) [L,B,S,G,d], layer i32[], mask bool[B,1,T,S]) -> [B,T,H,d]
@@ -55,6 +60,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "xla": functools.partial(_of_a_copy, "xla"),
     "cudnn": functools.partial(_of_a_copy, "cudnn"),
     "triton": _triton,
+    "triton_fused": _triton,
 }
 
 
@@ -67,3 +73,18 @@ def decode_attention(q: Array, cache: Cache, layer: Array, mask: Array, implemen
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[implementation](q, cache, layer, mask)
+
+
+def writes_heads(implementation: str | None) -> bool:
+    """Whether an implementation also takes what comes before attention, by `write_heads`."""
+    return implementation == "triton_fused"
+
+
+def write_heads(
+    qkv: Array, position: Array, frequency: Array, cache: Cache, layer: Array, index: Array, **norms: Any
+) -> tuple[Array, Cache]:
+    """(q [B,1,H,d], the cache with the new token): `decode_attention.heads.write_heads` of qkv f32[B, (H + 2 G) d].
+    index i32[] or i32[B].
+    """
+    q, *cache = _kernels()[1](qkv, position, frequency, *cache, layer, jnp.broadcast_to(index, position.shape), **norms)
+    return q[:, None], tuple(cache)

@@ -136,7 +136,8 @@ def _raw_activation(
         made = {"swiglu": True} if x.scale is None else {"norm": (x.scale.astype(jnp.float32), x.eps)}
         x = x.x
     else:
-        x = round_bf16(permute(x, need(order), ids) if p.permuted else x).astype(jnp.bfloat16)
+        x = permute(x, need(order), ids) if p.permuted else x
+        x = x if x.dtype == jnp.bfloat16 else round_bf16(x).astype(jnp.bfloat16)  # rounding again would be a kernel
     channels = 0 if spec is None else rac.num_channels(spec.ratio, width)
     if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
         return x, made | {"residual": channels}

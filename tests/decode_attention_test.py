@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import pallas_triton
-from quads_jax import attention
+from pallas_kernels.decode_attention import heads, pallas_triton
+from quads_jax import attention, ops
 from quads_jax.models.decoder import Decoder, init_cache, rollout_variables
+from quads_jax.models.layers import frequencies, rotary
 from quads_jax.precision import Precision
 from tests.tiny import MODEL, params
 
@@ -101,6 +102,63 @@ def test_refused(change, message):
         pallas_triton.attend(*odd, interpret=True)
 
 
+write_heads = jax.jit(functools.partial(heads.write_heads, interpret=not GPU), static_argnames="eps")
+
+
+@pytest.mark.parametrize("norm, biased", [("none", True), ("head", False), ("projection", True)])
+def test_heads_are_the_models(norm, biased):
+    """Against the layers in float64 sums of bf16 steps; bitwise where there is only a rounding; every other slot stays.
+
+    H, G and d/2 are no powers of two. The tolerance is one rounding of the norm, which sums in another order.
+    """
+    b, h, g, d, slots, layers, theta = 3, 6, 3, 24, 20, 2, 1e6
+    rng = np.random.default_rng(0)
+    qkv, bias = (jnp.float32(rng.normal(size=shape)) for shape in ((b, (h + 2 * g) * d), (h + 2 * g) * d))
+    sizes = {"none": None, "head": (d, d), "projection": (h * d, g * d)}[norm]
+    norms = None if sizes is None else tuple(jnp.float32(1 + 0.3 * rng.normal(size=n)) for n in sizes)
+    position, slot = jnp.int32([0, 7, 30000]), jnp.int32([0, 5, slots - 1])
+    before = [jnp.asarray(rng.integers(0, 2**15, (layers, b, slots, g, d)), jnp.uint16) for _ in range(2)]
+    given = {"bias": bias if biased else None, "norms": norms, "eps": 1e-6}
+    q, *caches = write_heads(qkv, position, frequencies(d, theta), *before, jnp.int32(1), slot, **given)
+
+    x = (qkv + bias if biased else qkv).astype(jnp.bfloat16).reshape(b, 1, h + 2 * g, d)
+    parts = jnp.split(x, (h, h + g), 2)
+    if norms is not None:
+        for i, scale in enumerate(norms):
+            flat = parts[i] if norm == "head" else parts[i].reshape(b, 1, -1)
+            parts[i] = ops.Input(flat, scale, 1e-6, "bfloat16").value().reshape(parts[i].shape)
+    want = [rotary(a, position[:, None], theta) for a in parts[:2]] + parts[2:]
+    got = [q]
+    for a, old in zip(caches, before, strict=True):
+        rows = np.arange(b)
+        got.append(jax.lax.bitcast_convert_type(a[1, rows, slot], jnp.bfloat16))
+        np.testing.assert_array_equal(a.at[1, rows, slot].set(0), old.at[1, rows, slot].set(0))
+    for i, (a, w) in enumerate(zip(got, want, strict=True)):
+        a, w = (np.asarray(y, np.float64).reshape(b, -1, d) for y in (a, w))
+        if norms is None or i == 2:
+            np.testing.assert_array_equal(a, w) if not GPU or i == 2 else np.testing.assert_allclose(a, w, rtol=2**-7)
+        else:  # a pair turns, so an error is relative to its length
+            length = np.hypot(w[..., : d // 2], w[..., d // 2 :])
+            assert (np.abs(a - w) <= 2**-6 * np.concatenate([length, length], -1)).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"qkv": jnp.zeros((2, 5 * 16), jnp.bfloat16)}, "qkv bfloat16"),
+        ({"qkv": jnp.zeros((2, 4 * 16))}, "qkv float32"),  # no query head
+        ({"norms": (jnp.ones(16), jnp.ones(32))}, "norms have 16 and 32 numbers: pass 16 each, or 16, 32"),
+        ({"slot": jnp.zeros(3, jnp.int32)}, r"slot \(3,\)"),
+    ],
+)
+def test_heads_refused(change, message):
+    cache = jnp.zeros((1, 2, 8, 2, 16), jnp.bfloat16)
+    given = {"qkv": jnp.zeros((2, 5 * 16)), "position": jnp.zeros(2, jnp.int32), "frequency": jnp.zeros(8)}
+    given |= {"keys": cache, "values": cache, "layer": jnp.int32(0), "slot": jnp.zeros(2, jnp.int32)}
+    with pytest.raises(ValueError, match=message):
+        heads.write_heads(**given | change, interpret=True)
+
+
 def decoded(name, tree):
     """Logits of one token after a prompt of three and of four, by the attention `name`."""
     precision = Precision(decode_attention=name)
@@ -118,20 +176,26 @@ def decoded(name, tree):
 
 
 def test_a_model_takes_the_implementation_that_its_precision_names(monkeypatch):
-    """The kernel's logits are those of XLA's attention up to bf16 rounding, through the interpreter on a CPU."""
+    """The kernels' logits are those of XLA's attention up to bf16 rounding, through the interpreter on a CPU."""
     tree, seen = params(), []
-    with pytest.raises(ValueError, match="attention 'flash' is not one of xla, cudnn, triton"):
+    with pytest.raises(ValueError, match="attention 'flash' is not one of xla, cudnn, triton, triton_fused"):
         decoded("flash", tree)
     if not GPU:
         with pytest.raises(RuntimeError, match="attention triton runs on GPUs, this is cpu: choose xla or None"):
             decoded("triton", tree)
 
-        def interpreted(q, cache, layer, mask):
-            seen.append(q.shape)
-            return pallas_triton.attend(q[:, 0], *cache, layer, mask[:, 0, 0], interpret=True)[:, None]
+        def interpreted(kernel):
+            def call(*args, **options):
+                seen.append(kernel)
+                return kernel(*args, interpret=True, **options)
 
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, "triton", interpreted)
-    want, got = decoded("xla", tree), decoded("triton", tree)
-    assert GPU or set(seen) == {(2, 1, MODEL.heads, MODEL.head_dim)}
-    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())
+            return call
+
+        kernels = pallas_triton.attend, heads.write_heads
+        monkeypatch.setattr(attention, "_kernels", lambda: tuple(map(interpreted, kernels)))
+    want = decoded("xla", tree)
     assert np.ptp(want) > 0.5 * np.abs(want).max()
+    for name, called in (("triton", {pallas_triton.attend}), ("triton_fused", {*kernels} if not GPU else set())):
+        seen.clear()
+        np.testing.assert_allclose(decoded(name, tree), want, atol=0.03 * np.abs(want).max())
+        assert GPU or set(seen) == called

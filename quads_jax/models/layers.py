@@ -174,13 +174,17 @@ class RMSNorm(nn.Module):
         return ops.Input(x, scale, self.eps, self.dtype)
 
 
+def frequencies(head_dim: int, theta: float) -> Array:
+    """Radians a position of the rotary embedding, f32[d/2]."""
+    half = head_dim // 2
+    return jnp.exp(jnp.arange(half, dtype=jnp.float32) * jnp.float32(-jnp.log(theta) * (1.0 / half)))
+
+
 def rotary(x: Array, positions: Array, theta: float) -> Array:
     """Rotary embedding, half rotation: x [B,T,H,d], positions i32[B,T] -> same shape and dtype (Su et al. 2021,
     GPT-NeoX layout).
     """
-    half = x.shape[-1] // 2
-    inverse = jnp.exp(jnp.arange(half, dtype=jnp.float32) * jnp.float32(-jnp.log(theta) * (1.0 / half)))
-    angle = positions[..., None, None].astype(jnp.float32) * inverse
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies(x.shape[-1], theta)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -204,27 +208,43 @@ class Attention(nn.Module):
         c, dtype = self.cfg, self.precision.dtype
         h, g, d = c.heads, c.kv_heads, c.head_dim
         qkv = linear(self, "qkv", x, ((h + 2 * g) * d, c.d_model), ("heads", "embed"), self.precision, active=io.active)
-        if c.qkv_bias:
-            qkv = qkv + weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros)
-        qkv = qkv.astype(dtype).reshape(*x.shape[:2], h + 2 * g, d)
-        q, k, v = jnp.split(qkv, (h, h + g), axis=2)
-        if c.qk_norm != "none":
-            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
-        q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
-        if cache is not None:
-            fresh = zip(cache, (k, v), strict=True)
-            cache = tuple(attention.write(old, new, layer, io.index) for old, new in fresh)
-        if cache is None or io.prefill:
-            y = attention.attend(q, k, v, io.mask)
+        bias = weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros) if c.qkv_bias else None
+        decoding, name = cache is not None and not io.prefill, self.precision.decode_attention
+        if decoding and attention.writes_heads(name):
+            norms = [norm.scale for norm in self._norms(*self._split(qkv))]
+            one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
+            with jax.ensure_compile_time_eval():  # a constant instead of a kernel
+                frequency = frequencies(d, c.rope_theta)
+            q, cache = attention.write_heads(qkv[:, 0], io.positions[:, 0], frequency, cache, layer, io.index, **one)
         else:
-            y = attention.decode_attention(q, cache, layer, io.mask, self.precision.decode_attention)
+            q, k, v = self._split((qkv if bias is None else qkv + bias).astype(dtype))
+            if norms := self._norms(q, k, v):
+                q, k = (norm.value().reshape(a.shape) for norm, a in zip(norms, (q, k), strict=True))
+            q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
+            if cache is not None:
+                fresh = zip(cache, (k, v), strict=True)
+                cache = tuple(attention.write(old, new, layer, io.index) for old, new in fresh)
+        if decoding:
+            y = attention.decode_attention(q, cache, layer, io.mask, name)
+        else:
+            y = attention.attend(q, k, v, io.mask)
         y = y.reshape(*x.shape[:2], h * d)
         return linear(self, "out", y, (c.d_model, h * d), ("embed", "heads"), self.precision, active=io.active), cache
 
-    def _norm(self, name: str, x: Array) -> Array:
-        """RMSNorm of q or k [B,T,H,d], over each head or over the whole projection."""
-        flat, axis = (x, "head_dim") if self.cfg.qk_norm == "head" else (x.reshape(*x.shape[:2], -1), "heads")
-        return RMSNorm(self.cfg.norm_eps, self.precision.dtype, axis, name=name)(flat).value().reshape(x.shape)
+    def _split(self, qkv: Array) -> list[Array]:
+        """[B,T,(H+2G)d] -> q [B,T,H,d], k and v [B,T,G,d]."""
+        c = self.cfg
+        heads = qkv.reshape(*qkv.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
+        return jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=2)
+
+    def _norms(self, q: Array, k: Array, v: Array) -> list[ops.Input]:
+        """RMSNorm of q and of k [B,T,H,d], over each head or over the whole projection; none where there is none."""
+        if self.cfg.qk_norm == "none":
+            return []
+        axis = "head_dim" if self.cfg.qk_norm == "head" else "heads"
+        flat = [a if axis == "head_dim" else a.reshape(*a.shape[:2], -1) for a in (q, k)]
+        norm = functools.partial(RMSNorm, self.cfg.norm_eps, self.precision.dtype, axis)
+        return [norm(name=name)(a) for name, a in zip(("q_norm", "k_norm"), flat, strict=True)]
 
 
 def swiglu(gate_up: Array, dtype: str) -> ops.Input:
