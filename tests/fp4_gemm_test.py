@@ -369,6 +369,12 @@ def test_agreement_sees_a_single_bit():
     found = agree.first_difference(off, args, kwargs)
     assert found.startswith("1 of ") and "at row 23, column 7: " in found
 
+    def reads_padding(x, **kwargs):
+        return reference.matmul(x, **kwargs) + layout.natural(x, 128)[:, 80:].sum()
+
+    whole = jnp.zeros((24, 128), jnp.bfloat16)
+    assert agree.first_difference(reads_padding, (whole, w), kwargs | {"residual": whole, "arranged": True}) is None
+
 
 @pytest.mark.skipif(compat.jax.__version_info__[:2] >= compat.OLDEST, reason="this JAX is new enough")
 def test_an_old_jax_is_named():
