@@ -147,7 +147,7 @@ def test_heads_are_the_models(norm, biased):
     [
         ({"qkv": jnp.zeros((2, 5 * 16), jnp.bfloat16)}, "qkv bfloat16"),
         ({"qkv": jnp.zeros((2, 4 * 16))}, "qkv float32"),  # no query head
-        ({"norms": (jnp.ones(16), jnp.ones(32))}, "norms have 16 and 32 numbers: pass 16 each, or 16, 32"),
+        ({"norms": (jnp.ones(16), jnp.ones(48))}, "norms have 16 and 48 numbers: pass 16 each, or 16, 32"),
         ({"slot": jnp.zeros(3, jnp.int32)}, r"slot \(3,\)"),
     ],
 )
