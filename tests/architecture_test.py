@@ -32,7 +32,7 @@ ALLOWED = {
     "quads_jax.rl.kl": ("quads_jax.rl.losses",),
     "quads_jax.rl.shaping": (),
     "quads_jax.tasks": ("quads_jax.config_tree",),
-    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "chat_template")},  # run as files
+    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "hf_encoding")},  # run as files
     "quads_jax.config_tree": (),
     "quads_jax.events": (),
     "quads_jax.metrics": ("quads_jax.config_tree", "quads_jax.events"),

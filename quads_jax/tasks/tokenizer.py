@@ -1,7 +1,7 @@
 """A character tokenizer: three special ids, then one id a character."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 UNKNOWN = "\ufffd"  # what an id outside the vocabulary decodes to; never part of an alphabet
 
@@ -44,6 +44,10 @@ class CharTokenizer:
             raise ValueError(f"cannot encode {unknown} in {text!r}: the alphabet is {self.alphabet!r}")
         return [3 + self.alphabet.index(c) for c in text]
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text up to the first eos.
 
@@ -59,3 +63,7 @@ class CharTokenizer:
             has_text = 3 <= token < self.vocab_size
             characters.append(self.alphabet[token - 3] if has_text else UNKNOWN)
         return "".join(characters)
+
+    def decode_all(self, rows: Sequence[Iterable[int]]) -> list[str]:
+        """`decode` of each."""
+        return [self.decode(row) for row in rows]

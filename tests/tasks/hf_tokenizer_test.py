@@ -12,12 +12,14 @@ from quads_jax import config_tree
 from quads_jax.config import TrainConfig, WarmStartConfig, check_train, check_warm_start, from_json
 from quads_jax.step import setup, supervised_batch
 from quads_jax.tasks import Jsonl, Mixture, hf_tokenizer
-from quads_jax.tasks.hf_tokenizer import HfTokenizer, PromptError, folder_sha256
+from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
+from quads_jax.tasks.workers import Workers
 from tests.tiny import MODEL
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
 pytest.importorskip("jinja2", reason="needs jinja2, see requirements.txt")
 
+JOB = hf_tokenizer.Path(hf_tokenizer.__file__).with_name("hf_encoding.py")
 SIZE = 297  # ids of the tokenizer below
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 CHATML = (
@@ -330,12 +332,45 @@ HOSTILE = {
 
 @pytest.mark.parametrize("template", HOSTILE)
 def test_hostile_templates_end_with_an_error_that_names_the_line(template, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_tokenizer, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", Workers(JOB, seconds=0.5))
     ran = tmp_path / "ran"
     path = folder(**{"chat_template.jinja": template.replace("RAN", str(ran))})
-    with pytest.raises(PromptError, match=HOSTILE[template]):
+    with pytest.raises(TextError, match=HOSTILE[template]):
         read(path).encode_prompts(["12+3="])
     assert not ran.exists()
+
+
+DOUBLE = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "1"}, "content": "11"}] * 40}
+FAULTS = {  # what of the tokenizer.json is replaced, the template, what is then asked, what the error says
+    "reading panics": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AwA="}}, None, "eos_id", "is not read"
+    ),
+    "normalizer doubles": ({"normalizer": DOUBLE}, None, "prompts", "LIMITS"),
+    "normalizer doubles what a template shows": ({"normalizer": DOUBLE}, CHATML, "prompts", "LIMITS"),
+    "decoder doubles": ({"decoder": {"type": "Sequence", "decoders": DOUBLE["normalizers"]}}, None, "decode", "LIMITS"),
+    "decoder panics": (
+        {"decoder": {"type": "Strip", "content": "1", "start": 1, "stop": 1}}, None, "decode", "slice index"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_hostile_tokenizers_end_with_an_error_that_names_the_file_and_the_limit(name, folder, bpe, monkeypatch):
+    """The doubled text would have 2^40 characters."""
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", Workers(JOB, seconds=0.5))
+    monkeypatch.setattr(hf_tokenizer, "SECONDS", 0.5)
+    change, template, asked, said = FAULTS[name]
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    path = folder(tokenizer=json.dumps(json.loads(bpe) | change), tokenizer_config=config)
+    ours = read(path)
+    calls = {
+        "eos_id": lambda: ours.eos_id,
+        "prompts": lambda: ours.encode_prompts(["0", "1"]),
+        "decode": lambda: ours.decode_all([ours.encode("0"), ours.encode("1")]),
+    }
+    said = said.replace("LIMITS", "has 0.5 seconds and 2048 MiB of memory")
+    with pytest.raises(ValueError, match=rf"^'{path}/tokenizer.json' .*{said}"):
+        calls[asked]()
 
 
 def test_the_prompt_at_fault_is_named(folder):
@@ -343,7 +378,7 @@ def test_the_prompt_at_fault_is_named(folder):
         "{% if messages[0].content == '77' %}{{ raise_exception('unlucky') }}{% endif %}{{ messages[0].content }}"
     )
     ours = read(folder(**{"chat_template.jinja": template}))
-    with pytest.raises(PromptError, match="unlucky") as caught:
+    with pytest.raises(TextError, match="unlucky") as caught:
         ours.encode_prompts([str(i) for i in range(600)])
     assert caught.value.at == 77
     many = [str(i) for i in range(100, 900)]  # more than one request has
