@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import config_tree
+from quads_jax.checkpoint_layouts import LEGACY
 from quads_jax.importing import load_folder
 from quads_jax.models import hf
 from quads_jax.models.config import LATER_FIELDS, ModelConfig
@@ -87,6 +88,7 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
         raise ValueError(
             f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {expected[:12]}"
         )
+    hf.check_memory(path, model, 32)
     params = flax.serialization.msgpack_restore(data)
     _check_shapes(path, params, model)
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float32), params), model, meta
@@ -130,11 +132,11 @@ def _typed(meta: Mapping[str, Any], key: str, kind: type, default: Any = None) -
 
 def weights_sha256(path: str | os.PathLike) -> str:
     """The hash that identifies weights which `load_weights` accepts: the JSON's; of a checkpoint folder, one over names
-    and bytes of config.json and all safetensors.
+    and bytes of all that is read of it, config.json, what may stand beside it, and all safetensors.
     """
     path = _weights_path(path)
     if os.path.isdir(path):
-        files = (path / hf.CONFIG, *filter(os.path.isfile, path.glob("*.safetensors")))
+        files = filter(os.path.isfile, (path / hf.CONFIG, path / LEGACY, path / hf.INDEX, *path.glob("*.safetensors")))
         return _sha256(_canonical({file.name: _file_sha256(file) for file in files}))
     return _description(path.with_suffix(".json"))[0]["sha256"]
 

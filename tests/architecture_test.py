@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("launch.py", "pallas_kernels", "quads_jax", "experiments")
 
 _LEFT_OF_MODELS = ("quads_jax.quant", "quads_jax.precision", "quads_jax.ops")
-_LEFT_OF_RL = (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_formats")
+_LEFT_OF_RL = (
+    *_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
+    "quads_jax.checkpoint_formats")  # fmt: skip
 
 # What of the project a module may import; the longest matching key decides, and its own package is always allowed.
 ALLOWED = {
@@ -24,7 +26,9 @@ ALLOWED = {
     "quads_jax.ops": ("quads_jax.quant", "quads_jax.precision", "quads_jax.implementations", "pallas_kernels"),
     "quads_jax.models": ("quads_jax.precision", "quads_jax.ops"),
     "quads_jax.pack": (*_LEFT_OF_MODELS, "quads_jax.models"),
-    "quads_jax.checkpoint_formats": (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack"),
+    "quads_jax.checkpoint_layouts": ("quads_jax.quant", "quads_jax.models"),
+    "quads_jax.checkpoint_formats": (
+        *_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts"),
     "quads_jax.rl": _LEFT_OF_RL,
     "quads_jax.rl.losses": (),
     "quads_jax.rl.advantage": (),
@@ -45,7 +49,8 @@ ALLOWED = {
     "quads_jax.device": (),
     "quads_jax.importing": _LEFT_OF_RL,
     "quads_jax.checkpoints": (
-        "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.importing", "quads_jax.rl"),
+        "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
+        "quads_jax.importing", "quads_jax.rl"),
     "quads_jax.config": (
         "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),

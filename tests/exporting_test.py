@@ -12,6 +12,7 @@ from absl.testing import flagsaver
 from experiments import common
 from experiments import export as experiment
 from quads_jax import checkpoint_formats
+from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.checkpoints import load_weights, save_weights, weights_sha256
 from quads_jax.config import RecipeConfig
 from quads_jax.exporting import ExportConfig, check_export, export, input_scales, weights_only
@@ -56,7 +57,7 @@ def test_bf16_comes_back_bit_for_bit(weights, tmp_path, capsys):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("layout", checkpoint_formats.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_nvfp4_holds_what_the_rollout_packs(layout, weights, tmp_path, capsys):
     run(tmp_path / "out", f"--set=init={weights}", f"--set=format={layout}", "--set=rows=4")
     read = checkpoint_formats.load(tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 QK_NORMS = ("none", "head", "projection")
 
@@ -52,6 +53,23 @@ class ModelConfig:
     def first_layer(self, run: str) -> int:
         """The layer at which a run begins, by its module's name, such as run_1."""
         return sum(length for _, length in self.runs()[: int(run.removeprefix("run_"))])
+
+
+def weight_counts(cfg: ModelConfig) -> dict[str, int]:
+    """How many numbers the weight matrices of each kind have, exact at any size, by the product that they are, such as
+    'vocab_size=17 * d_model=96'. Norms, biases and gates of shared experts are left out.
+    """
+    moe = cfg.kinds().count("moe")
+    products = (
+        {"vocab_size": cfg.vocab_size, "d_model": cfg.d_model, "tables": 1 if cfg.tied_head else 2},
+        {"layers": cfg.layers, "heads of q, k, v, out": 2 * cfg.heads + 2 * cfg.kv_heads, "head_dim": cfg.head_dim,
+         "d_model": cfg.d_model},
+        {"dense layers": cfg.layers - moe, "matrices": 3, "d_mlp": cfg.d_mlp, "d_model": cfg.d_model},
+        {"MoE layers": moe, "experts": cfg.experts, "matrices": 3, "d_expert": cfg.d_expert, "d_model": cfg.d_model},
+        {"MoE layers": moe, "matrices": 3, "d_shared": cfg.d_shared, "d_model": cfg.d_model},
+        {"MoE layers": moe, "experts": cfg.experts, "d_model": cfg.d_model},
+    )  # fmt: skip
+    return {" * ".join(f"{name}={n}" for name, n in p.items()): math.prod(p.values()) for p in products}
 
 
 def check_model(cfg: ModelConfig) -> None:
