@@ -28,7 +28,7 @@ def run() -> None:
     )
     print(f"served as {record['served_as']}")
     if not record["tokenizer_files"]:
-        print("no tokenizer files: the token ids are the task's own; servers need --set=tokenizer=FOLDER or ids")
+        print("no tokenizer files: init names no task whose tokenizer is known; give --set=tokenizer=FOLDER, or ids")
     print(f"where it comes from: {workdir / 'export.json'}", flush=True)
 
 

@@ -180,6 +180,14 @@ def _before_stop(ids: Iterable[int], stop: tuple[int, ...]) -> list[int]:
 # The worker -----------------------------------------------------------------------------------------------------------
 
 
+def largest_id(folder: str) -> int:
+    """Of tokenizer.json; -1 where it has no token. Raises ValueError on a file that is not read."""
+    content = read_folder(folder)[FILES[0]]
+    file = str(Path(folder, FILES[0]).absolute())
+    asked = {"do": "about", "tokens": []}
+    return _ask(file, hashlib.sha256(content).hexdigest(), repr(file), asked)[0] - 1
+
+
 def _ask(file: str, sha256: str, files: str, asked: dict[str, Any]) -> Any:
     """What the job `hf_encoding` gives. Raises ValueError, with `files` at its head, which are at fault."""
     asked = {"file": file, "sha256": sha256} | asked

@@ -13,6 +13,8 @@ from quads_jax.config import TrainConfig, WarmStartConfig, check_train, check_wa
 from quads_jax.step import setup, supervised_batch
 from quads_jax.tasks import Jsonl, Mixture, hf_tokenizer
 from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
+from quads_jax.tasks.jsonl import CHARACTERS
+from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
 from quads_jax.tasks.workers import Workers
 from tests.tiny import MODEL
 
@@ -139,6 +141,23 @@ def test_truncation_and_padding_of_the_file_are_left_out(folder, bpe):
     (prompt,) = ours.encode_prompts(["the answer is 15"])
     text = "<|im_start|>user\nthe answer is 15<|im_end|>\n<|im_start|>assistant\n"
     assert prompt == tokenizers.Tokenizer.from_str(bpe).encode(text, add_special_tokens=False).ids
+
+
+def test_the_hub_files_of_a_character_tokenizer_give_its_ids(folder):
+    """To the library, and with bos to a prompt; a character that it lacks is refused by both."""
+    for alphabet in ("0123456789+-,=", CHARACTERS + "é😀\u2028\r"):
+        chars = CharTokenizer(alphabet)
+        files = {name: json.dumps(content) for name, content in hub_files(chars).items()}
+        path = folder(f"hub{len(alphabet)}", tokenizer=files.pop("tokenizer.json"), **files)
+        ours, text = read(path), alphabet + alphabet[::-1] + 2 * alphabet[0]
+        assert library(path).encode(text).ids == [chars.bos_id, *chars.encode(text)] == ours.encode_prompts([text])[0]
+        assert library(path).decode(chars.encode(text)) == ours.decode([*chars.encode(text), 2, 5]) == text
+        special = (chars.pad_id, chars.eos_id, chars.stop_ids, chars.vocab_size)
+        assert (ours.pad_id, ours.eos_id, ours.stop_ids, ours.vocab_size) == special
+        for tokenizer in (ours, chars):
+            with pytest.raises(ValueError, match="cannot encode"):
+                tokenizer.encode("1ß")
+    assert ours.encode("<eos>") == chars.encode("<eos>")  # spelt out it is text
 
 
 # Special ids --------------------------------------------------------------------------------------------------------
