@@ -184,8 +184,9 @@ def _group_problems(said: Mapping[str, Any]) -> list[str]:
         has = group.get(side) if isinstance(group.get(side), dict) else {}
         problems += [f"{side}.{k}={has.get(k)!r}, not {v!r}" for k, v in numbers.items() if has.get(k) != v]
     unread = {"transform_config": said.get("transform_config"), "output_activations": group.get("output_activations")}
-    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        unread["sparsity_config"] = said["sparsity_config"]
+    sparsity = said.get("sparsity_config")
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        unread["sparsity_config"] = sparsity
     if group.get("format") not in (None, "nvfp4-pack-quantized"):
         unread["format of the group"] = group["format"]
     return problems + [f"{name}={what!r} is not read" for name, what in unread.items() if what]

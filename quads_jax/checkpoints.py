@@ -26,7 +26,7 @@ from quads_jax import config_tree
 from quads_jax.checkpoint_layouts import LEGACY
 from quads_jax.importing import load_folder
 from quads_jax.models import hf
-from quads_jax.models.config import LATER_FIELDS, ModelConfig
+from quads_jax.models.config import LATER_FIELDS, ModelConfig, check_model
 from quads_jax.models.decoder import init_params
 from quads_jax.pack import leaf_name
 from quads_jax.rl.types import TrainState
@@ -118,6 +118,7 @@ def _description(path: Path) -> tuple[dict[str, Any], ModelConfig, bytes]:
         if not re.fullmatch("[0-9a-f]{64}", _typed(meta, "sha256", str)):
             raise ValueError(f"sha256={config_tree.show(meta['sha256'])} is not 64 hex digits")
         model = config_tree.from_json(ModelConfig, LATER_FIELDS | _typed(meta, "model", dict))
+        check_model(model)
         return meta, model, _canonical({k: v for k, v in meta.items() if k != "sha256"})
     except ValueError as error:
         raise ValueError(f"{path} is not the description of a weights file: {error}") from error

@@ -438,6 +438,7 @@ def test_damaged_and_mixed_weights(layout, changes, message, tmp_path):
         ("modelopt", {"group_size": 32}, "group_size=32, not 16"),
         ("compressed_tensors", {"transform_config": {"u": {"type": "hadamard"}}}, "transform_config=.* is not read"),
         ("compressed_tensors", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* is not read"),
+        ("compressed_tensors", {"sparsity_config": "sparse-24-bitmask"}, "sparsity_config=.* is not read"),
     ],
 )
 def test_other_quantization_is_refused(layout, change, message, tmp_path):

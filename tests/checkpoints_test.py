@@ -65,6 +65,7 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
         (description.replace('"parts": 1,', '"parts": 1, "x": NaN,'), "w.json is not the description .*NaN"),
         (re.sub('"sha256": "[^"]*"', '"sha256": "ab"', description), "sha256='ab' is not 64 hex digits"),
         (re.sub('"sha256": "[^"]*"', '"sha256": ["a"]', description), r"sha256=\['a'\] is not of type str"),
+        (description.replace('"layers": 2,', '"layers": 1000000000,'), "layers=1000000000 must be at most 4096"),
         (re.sub('"model": {[^}]*}', '"model": [1]', description), r"model=\[1\] is not of type dict"),
         (description.replace("0.25", "0.99"), "damaged"),  # figures are believed, so they are covered too
         (description.replace("10000", "5"), "damaged"),

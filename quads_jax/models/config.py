@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+MAX_LAYERS = 4096  # more is a damaged file: there are loops over them
 QK_NORMS = ("none", "head", "projection")
 
 # Fields younger than the first weights files, and what a file that does not have them means.
@@ -77,6 +78,8 @@ def check_model(cfg: ModelConfig) -> None:
     for name in ("vocab_size", "d_model", "layers", "heads", "kv_heads", "head_dim", "d_mlp", "d_expert"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.layers > MAX_LAYERS:
+        raise ValueError(f"layers={cfg.layers} must be at most {MAX_LAYERS}")
     if cfg.rope_theta <= 0 or cfg.norm_eps < 0:
         raise ValueError(f"rope_theta={cfg.rope_theta} must be above 0 and norm_eps={cfg.norm_eps} not below it")
     if cfg.heads % cfg.kv_heads:

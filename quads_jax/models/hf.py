@@ -35,6 +35,7 @@ DTYPES = ("F32", "BF16", "F16")  # of files
 E4M3 = "F8_E4M3"
 _NUMPY = {"F32": "<f4", "BF16": jnp.bfloat16, "F16": "<f2", "U8": np.uint8, E4M3: np.uint8}
 _BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # old files hold it; it follows from rope_theta
+MAX_JSON_BYTES = 2**28  # an index of a million tensors has half of that
 _LISTED = 20  # problems of one error
 
 
@@ -361,6 +362,8 @@ def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError, naming the file, on anything else."""
     try:
+        if path.is_file() and (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON_BYTES:,}")
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested too deeply
         raise ValueError(f"{path} cannot be read: {error}; a checkpoint folder has {CONFIG} and safetensors") from error

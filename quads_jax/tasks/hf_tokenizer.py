@@ -28,6 +28,7 @@ FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+MAX_BYTES = 2**28  # of one of FILES; the largest of models have a tenth of that
 SECONDS = 30.0  # for one request, which may have to read the tokenizer first
 SPACE = 2**31  # bytes of address space, in which it and its results lie
 MOST_TEXTS, MOST_CHARACTERS, MOST_IDS = 256, 2**20, 2**18  # of one request, unless a single text has more
@@ -62,11 +63,13 @@ def read_folder(folder: str) -> dict[str, bytes]:
         path = Path(folder) / name
         try:
             if path.is_file():
+                if (size := path.stat().st_size) > MAX_BYTES:
+                    raise ValueError(f"{str(path)!r} has {size:,} bytes, more than {MAX_BYTES:,}: restore it")
                 found[name] = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     if "tokenizer.json" not in found:
-        raise ValueError(f"{folder!r} is not a folder with a tokenizer.json")
+        raise ValueError(f"{folder!r} is not a folder with a tokenizer.json: put that of the model there")
     return found
 
 
@@ -150,7 +153,8 @@ class HfTokenizer:
     def decode_all(self, rows: Sequence[Iterable[int]]) -> list[str]:
         """`decode` of each."""
         loaded = _load(self)
-        own = [_before_stop(row, loaded.stop) for row in rows]
+        stop = frozenset(loaded.stop)  # a generation_config.json may list very many
+        own = [_before_stop(row, stop) for row in rows]
         texts: list[str] = []
         for part in _parts([len(row) for row in own], MOST_IDS):
             asked = {"do": "decode", "rows": own[part], "unknown": UNKNOWN}
@@ -166,7 +170,7 @@ class TextError(ValueError):
         self.at = at
 
 
-def _before_stop(ids: Iterable[int], stop: tuple[int, ...]) -> list[int]:
+def _before_stop(ids: Iterable[int], stop: frozenset[int]) -> list[int]:
     own = []
     for token in map(int, ids):
         if token < 0:

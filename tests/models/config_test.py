@@ -32,6 +32,7 @@ def test_valid(options):
     [
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 4097}, "layers=4097 must be at most 4096"),
         ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
         ({"d_mlp": 0}, "d_mlp=0 must be at least 1"),
         ({"d_expert": -1}, "d_expert=-1 must be at least 1"),

@@ -274,6 +274,13 @@ def test_sizes_that_multiply_to_more_than_memory_are_refused_by_name(family, cha
         load(folder)
 
 
+def test_a_json_file_that_is_too_large_is_not_read(llama):
+    with open(llama[0] / "config.json", "wb") as file:
+        file.truncate(2**28 + 1)  # sparse
+    with pytest.raises(ValueError, match="config.json cannot be read: it has 268,435,457 bytes, more than"):
+        load(llama[0])
+
+
 def test_a_folder_larger_than_memory_is_refused_before_it_is_read(llama, monkeypatch):
     folder, _, tensors = llama
     numbers = sum(a.size for a in tensors.values() if a.ndim == 2)

@@ -228,6 +228,14 @@ def test_bad_files_are_named(name, folder, file):
         _ = Jsonl(file=file, tokenizer_dir=path).prompt_len
 
 
+def test_a_file_that_is_too_large_is_not_read(folder):
+    path = folder()
+    with open(f"{path}/special_tokens_map.json", "wb") as file:
+        file.truncate(2**28 + 1)  # sparse
+    with pytest.raises(ValueError, match="special_tokens_map.json' has 268,435,457 bytes, more than"):
+        folder_sha256(path)
+
+
 def test_a_folder_without_or_with_another_tokenizer(folder, tmp_path):
     with pytest.raises(ValueError, match="is not a folder with a tokenizer.json"):
         folder_sha256(str(tmp_path))
