@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from quads_jax.tasks import Jsonl, Mixture, hf_tokenizer
 from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
 from quads_jax.tasks.jsonl import CHARACTERS
 from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
-from quads_jax.tasks.workers import Workers
+from quads_jax.tasks.workers import Outcome, Workers
 from tests.tiny import MODEL
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
@@ -398,6 +399,19 @@ def test_hostile_tokenizers_end_with_an_error_that_names_the_file_and_the_limit(
     said = said.replace("LIMITS", "has 0.5 seconds and 2048 MiB of memory")
     with pytest.raises(ValueError, match=rf"^'{path}/tokenizer.json' .*{said}"):
         calls[asked]()
+
+
+def test_a_process_that_something_else_ended_costs_no_run(folder, monkeypatch):
+    """Such as the kernel, for want of memory: another one is asked once more."""
+    ours, pool = read(folder()), hf_tokenizer._WORKERS
+    ids = ours.encode("12+3=")
+    faults = [Outcome(fault="crash", detail="its process ended")]
+    fake = types.SimpleNamespace(run=lambda values: [faults.pop()] if faults else pool.run(values))
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", fake)
+    assert ours.encode("12+3=") == ids and not faults
+    faults += [Outcome(fault="crash", detail="its process ended")] * 2
+    with pytest.raises(ValueError, match="tokenizer.json' cannot be used: its process ended; a process has 30 seconds"):
+        ours.encode("12+3=")
 
 
 def test_the_prompt_at_fault_is_named(folder):
