@@ -11,16 +11,17 @@ from absl.testing import flagsaver
 
 from experiments import common
 from experiments import export as experiment
-from quads_jax import checkpoint_formats
+from quads_jax import checkpoint_formats, config_tree
 from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.checkpoints import load_weights, save_weights, weights_sha256
-from quads_jax.config import RecipeConfig
+from quads_jax.config import RecipeConfig, TrainConfig
 from quads_jax.exporting import ExportConfig, check_export, export, input_scales, weights_only
 from quads_jax.inspection import gemm_inputs
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
 from quads_jax.pack import is_packed, pack
 from quads_jax.precision import recipe
+from quads_jax.tasks import Jsonl
 from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
 from tests import tiny
 from tests.pack_test import random_params
@@ -157,6 +158,23 @@ def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
     for name in ("out", "next"):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["eos_token_id"], config["max_position_embeddings"], config["hidden_size"]) == ([2, 7], 8192, 32)
+
+
+def test_the_tokenizer_folder_of_a_runs_task_is_copied_unless_it_has_changed(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
+    folder, file = tmp_path / "tokenizer", tmp_path / "lines.jsonl"
+    folder.mkdir()
+    for name, content in hub_files(tiny.TASK.tokenizer).items():
+        (folder / name).write_text(json.dumps(content))
+    file.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": f"{i}"}) + "\n" for i in range(40)))
+    task = Jsonl(file=str(file), tokenizer_dir=str(folder))
+    meta = {"config": config_tree.to_json(TrainConfig(task=task))}
+    save_weights(tmp_path / "w.msgpack", random_params(tiny.MODEL), tiny.MODEL, meta)
+    cfg = ExportConfig(init=str(tmp_path / "w.msgpack"))
+    assert export(cfg, tmp_path / "out")["tokenizer_files"] == ["tokenizer.json", "tokenizer_config.json"]
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert export(cfg, tmp_path / "changed")["tokenizer_files"] == []
 
 
 @pytest.mark.parametrize(
