@@ -206,7 +206,19 @@ def main(run: Callable[[], None]) -> None:
             raise app.UsageError(f"unknown argument {argv[1]!r}; flags start with --, e.g. --steps=10")
         run()
 
-    app.run(checked)
+    start(checked)
+
+
+def start(called: Callable[[list[str]], None]) -> None:
+    """`app.run`, but a UsageError ends the process with its reason alone, where absl prints every flag before it."""
+
+    def reasoned(argv: list[str]) -> None:
+        try:
+            called(argv)
+        except app.UsageError as error:
+            sys.exit(f"{error}\n(--help lists the flags)")
+
+    app.run(reasoned)
 
 
 def commit() -> str:

@@ -27,8 +27,13 @@ def run() -> None:
         f"{record['bytes']:,} bytes ({record['bytes'] / dense:.2f} of bf16)"
     )
     print(f"served as {record['served_as']}")
-    if not record["tokenizer_files"]:
-        print("no tokenizer files: the token ids are the task's own; servers need --set=tokenizer=FOLDER or ids")
+    if record["tokenizer_files"]:
+        print(f"tokenizer: {', '.join(record['tokenizer_files'])}")
+    else:
+        print(
+            "no tokenizer files: init names no task, or one whose files have changed; give --set=tokenizer=FOLDER, or "
+            "ask servers with ids"
+        )
     print(f"where it comes from: {workdir / 'export.json'}", flush=True)
 
 

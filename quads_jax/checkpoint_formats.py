@@ -1,23 +1,12 @@
-"""NVFP4 checkpoint folders, in and out: compressed-tensors' `nvfp4-pack-quantized` and ModelOpt's NVFP4, as vLLM and
-SGLang read them. The bytes are the rollout's: E2M1 codes two a byte, E4M3 block scales row by row, one global scale.
+"""NVFP4 checkpoint folders in the layouts of `checkpoint_layouts`, in and out. The bytes are the rollout's: E2M1 codes
+two a byte, E4M3 block scales row by row, one global scale.
 
-A linear layer X with weight [N, K] is stored as
-
-    compressed_tensors                                  modelopt
-    X.weight_packed        u8 [N, K/2]                  X.weight          the same
-    X.weight_scale         E4M3 [N, K/16]               X.weight_scale    the same
-    X.weight_global_scale  f32 [1], 2688 / amax         X.weight_scale_2  f32 [], amax / 2688
-    X.input_global_scale   f32 [1], 2688 / amax         X.input_scale     f32 [], amax / 2688      (W4A4 only)
-
-so that a weight is code * block scale / weight_global_scale, or * weight_scale_2. Servers fuse q, k, v and gate, up
-into one product with one global scale; a BlockTensor of this project has just that. Not quantized, and so as
-`hf.as_kept` says: embedding, norms, lm_head, routers, gates of shared experts, biases, and every role that the
-precision leaves alone.
+Not quantized, and so as `hf.as_kept` says: embedding, norms, lm_head, routers, gates of shared experts, biases, and
+every role that the precision leaves alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import ops
+from quads_jax.checkpoint_layouts import LAYOUTS, QUANT_CONFIG, Layout, divisor, multiplier, read_layout
 from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import FAMILIES, write_config
@@ -37,9 +27,6 @@ from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.tensor import BlockTensor
 
 LeafPath = tuple[str, ...]
-QUANT_CONFIG, LEGACY = "quantization_config", "hf_quant_config.json"
-_LARGEST = np.float32(NVFP4.largest)
-_ONE = np.float32(1)
 _SMALLEST = np.finfo(np.float32).tiny  # of numbers that products do not flush to 0
 _E4M3_LARGEST = 0x7E  # the bytes above are NaN and negative numbers
 
@@ -55,102 +42,6 @@ class Checkpoint(NamedTuple):
     family: str
     precision: Precision
     inputs: Mapping[LeafPath, np.ndarray] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How one library names and writes a packed weight. `divisor`: its global scales divide; `describe(ignored modules,
-    quantized activations)` gives what a folder says of itself, {file: what is added to its JSON}.
-    """
-
-    method: str
-    codes: str
-    block: str
-    weight: str
-    input: str
-    divisor: bool
-    shape: tuple[int, ...]  # of a global scale
-    describe: Callable[[list[str], bool], dict[str, dict[str, Any]]]
-
-
-def _compressed_tensors(ignored: list[str], activations: bool) -> dict[str, dict[str, Any]]:
-    numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-    numbers["scale_dtype"] = "torch.float8_e4m3fn"  # else the library leaves activation scales in f32
-    # servers ask for experts by names of projections that not every family has on disk
-    ignored = sorted({"re:.*[.]experts[.].*" if ".experts." in name else name for name in ignored})
-    group = {
-        "targets": ["Linear"],
-        "format": "nvfp4-pack-quantized",
-        "weights": numbers | {"dynamic": False},
-        "input_activations": numbers | {"dynamic": "local"} if activations else None,
-        "output_activations": None,
-    }
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-    }
-    return {hf.CONFIG: {QUANT_CONFIG: config}}
-
-
-def _modelopt(ignored: list[str], activations: bool) -> dict[str, dict[str, Any]]:
-    algorithm = "NVFP4" if activations else "W4A16_NVFP4"
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    group = {"weights": numbers, "targets": ["Linear"]} | ({"input_activations": numbers} if activations else {})
-    producer = {"name": "modelopt", "version": "quads_jax"}  # vLLM refuses another name
-    # SGLang asks for a layer's experts as one, ModelOpt writes them so
-    ignored = sorted(
-        {f"{name.partition('.experts.')[0]}.experts*" if ".experts." in name else name for name in ignored}
-    )
-    config = {"config_groups": {"group_0": group}, "ignore": ignored, "quant_algo": algorithm}
-    legacy = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ignored}
-    return {
-        hf.CONFIG: {QUANT_CONFIG: config | {"producer": producer, "quant_method": "modelopt"}},
-        LEGACY: {"producer": producer, "quantization": legacy},
-    }
-
-
-LAYOUTS: dict[str, Layout] = {
-    "compressed_tensors": Layout(
-        "compressed-tensors", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", True, (1,),
-        _compressed_tensors,
-    ),
-    "modelopt": Layout(
-        "modelopt", "weight", "weight_scale", "weight_scale_2", "input_scale", False, (), _modelopt
-    ),
-}  # fmt: skip
-
-# Global scales --------------------------------------------------------------------------------------------------------
-
-
-def multiplier(divisor: np.float32) -> np.float32:
-    """A divisor 2688 / amax as the multiplier S = amax / 2688, both rounded. Where the divisor is that of a bf16 amax,
-    as of all weights here, S is the quantizer's own; elsewhere 1 / divisor, at most an ulp from it.
-    """
-    amax = _bf16(_LARGEST / divisor)
-    return amax / _LARGEST if amax > 0 and _LARGEST / amax == divisor else _ONE / divisor
-
-
-def divisor(scale: np.float32) -> np.float32:
-    """The divisor that `multiplier` makes `scale` of; 1 for 0, a unit of zeros. Half of all multipliers between powers
-    of two have none: the nearest then.
-    """
-    if scale == 0:
-        return _ONE
-    nearest = _ONE / scale
-    near = [nearest, np.nextafter(nearest, np.float32(0)), np.nextafter(nearest, np.float32(np.inf))]
-    amax = _bf16(scale * _LARGEST)
-    candidates = [_LARGEST / amax, *near] if amax > 0 else near
-    return next((d for d in candidates if multiplier(d) == scale), nearest)
-
-
-def _bf16(x: np.float32) -> np.float32:
-    """Rounded to the nearest bf16, ties to even."""
-    bits = int(np.float32(x).view(np.uint32))
-    return np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
 
 # Out ------------------------------------------------------------------------------------------------------------------
@@ -279,8 +170,8 @@ def load(folder: str | os.PathLike) -> Checkpoint:
     folder = Path(folder)
     config = hf.read_json(folder / hf.CONFIG)
     said = config.pop(QUANT_CONFIG, None)
-    kind, problems = _kind(folder, said)
-    family, model, tensors, lacking = hf.open_folder(folder, config)
+    kind, problems = read_layout(folder, said)
+    family, model, tensors, lacking = hf.open_folder(folder, config, 4)
     where, shapes = hf.places(model, FAMILIES[family]), hf.parameter_shapes(model)
     packed = {
         name: place
@@ -312,50 +203,6 @@ def load(folder: str | os.PathLike) -> Checkpoint:
     for (path, unit), scale in inputs.items():
         stacked[path][unit] = scale
     return Checkpoint(params, model, family, precision, stacked if activations else None)
-
-
-def _kind(folder: Path, said: Any) -> tuple[Layout, list[str]]:
-    """The layout that a folder says it has, and what it says that is not read."""
-    if said is None and (folder / LEGACY).is_file():
-        legacy = hf.read_json(folder / LEGACY).get("quantization")
-        said = legacy | {"quant_method": "modelopt"} if isinstance(legacy, dict) else None
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    for kind in LAYOUTS.values():
-        if kind.method == method:
-            break
-    else:
-        known = ", ".join(kind.method for kind in LAYOUTS.values())
-        raise ValueError(f"{folder} has quant_method={method!r}, not one of {known}: models.hf.load reads bf16 folders")
-    if kind.method == "modelopt":
-        known = said.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
-        problems = [] if known else [f"quant_algo={said.get('quant_algo')!r} is not NVFP4 or W4A16_NVFP4"]
-        if (size := said.get("group_size", NVFP4.block)) != NVFP4.block:
-            problems.append(f"group_size={size!r}, not {NVFP4.block}")
-    else:
-        problems = _group_problems(said)
-    cache = said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")
-    return kind, problems + ([f"a quantized KV cache ({cache!r}) is not supported"] if cache else [])
-
-
-def _group_problems(said: Mapping[str, Any]) -> list[str]:
-    """What a compressed-tensors config asks for beside NVFP4."""
-    groups = said.get("config_groups")
-    problems = [] if said.get("format") == "nvfp4-pack-quantized" else [f"format={said.get('format')!r}"]
-    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
-        return [*problems, f"config_groups={groups!r}: one group is read"]
-    need = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-    sides = {"weights": need | {"dynamic": False}}
-    if group.get("input_activations") is not None:
-        sides["input_activations"] = need | {"dynamic": "local"}
-    for side, numbers in sides.items():
-        has = group.get(side) if isinstance(group.get(side), dict) else {}
-        problems += [f"{side}.{k}={has.get(k)!r}, not {v!r}" for k, v in numbers.items() if has.get(k) != v]
-    unread = {"transform_config": said.get("transform_config"), "output_activations": group.get("output_activations")}
-    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        unread["sparsity_config"] = said["sparsity_config"]
-    if group.get("format") not in (None, "nvfp4-pack-quantized"):
-        unread["format of the group"] = group["format"]
-    return problems + [f"{name}={what!r} is not read" for name, what in unread.items() if what]
 
 
 def _codes_name(name: str, kind: Layout) -> str:

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax import config_tree
+from quads_jax.checkpoint_layouts import LEGACY
 from quads_jax.importing import load_folder
 from quads_jax.models import hf
-from quads_jax.models.config import LATER_FIELDS, ModelConfig
+from quads_jax.models.config import LATER_FIELDS, ModelConfig, check_model
 from quads_jax.models.decoder import init_params
 from quads_jax.pack import leaf_name
 from quads_jax.rl.types import TrainState
@@ -87,6 +88,7 @@ def load_weights(path: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, A
         raise ValueError(
             f"{path} is damaged or not the file its JSON describes: sha256 {found[:12]}, expected {expected[:12]}"
         )
+    hf.check_memory(path, model, 32)
     params = flax.serialization.msgpack_restore(data)
     _check_shapes(path, params, model)
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float32), params), model, meta
@@ -116,6 +118,7 @@ def _description(path: Path) -> tuple[dict[str, Any], ModelConfig, bytes]:
         if not re.fullmatch("[0-9a-f]{64}", _typed(meta, "sha256", str)):
             raise ValueError(f"sha256={config_tree.show(meta['sha256'])} is not 64 hex digits")
         model = config_tree.from_json(ModelConfig, LATER_FIELDS | _typed(meta, "model", dict))
+        check_model(model)
         return meta, model, _canonical({k: v for k, v in meta.items() if k != "sha256"})
     except ValueError as error:
         raise ValueError(f"{path} is not the description of a weights file: {error}") from error
@@ -130,11 +133,11 @@ def _typed(meta: Mapping[str, Any], key: str, kind: type, default: Any = None) -
 
 def weights_sha256(path: str | os.PathLike) -> str:
     """The hash that identifies weights which `load_weights` accepts: the JSON's; of a checkpoint folder, one over names
-    and bytes of config.json and all safetensors.
+    and bytes of all that is read of it, config.json, what may stand beside it, and all safetensors.
     """
     path = _weights_path(path)
     if os.path.isdir(path):
-        files = (path / hf.CONFIG, *filter(os.path.isfile, path.glob("*.safetensors")))
+        files = filter(os.path.isfile, (path / hf.CONFIG, path / LEGACY, path / hf.INDEX, *path.glob("*.safetensors")))
         return _sha256(_canonical({file.name: _file_sha256(file) for file in files}))
     return _description(path.with_suffix(".json"))[0]["sha256"]
 

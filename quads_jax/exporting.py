@@ -15,7 +15,7 @@ import numpy as np
 
 from quads_jax import checkpoint_formats
 from quads_jax.checkpoints import load_weights, weights_sha256, write_json
-from quads_jax.config import SHIPPED_TASK, RecipeConfig, TrainConfig
+from quads_jax.config import SHIPPED_TASK, RecipeConfig, TrainConfig, from_json
 from quads_jax.inspection import gemm_inputs
 from quads_jax.metrics import read_metrics
 from quads_jax.models import hf
@@ -25,12 +25,14 @@ from quads_jax.pack import leaf_name
 from quads_jax.precision import ROLES, Precision, Recipe
 from quads_jax.quant.formats import NVFP4
 from quads_jax.step import model_roles, setup, supervised_batch
-from quads_jax.tasks.base import Task
+from quads_jax.tasks import CharTokenizer, Task
+from quads_jax.tasks.hf_tokenizer import HfTokenizer, largest_id
+from quads_jax.tasks.tokenizer import hub_files
 
 BF16 = "bf16"
 RECORD = "export.json"  # in the folder, beside what servers read
 CALIBRATION_ROWS = 32  # prompts of one forward pass of the calibration
-# What a tokenizer and its chat template are in, and how a server samples by default; copied where they are there.
+# What a tokenizer and its chat template are in, and how a server samples by default; those that are there are copied.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
@@ -52,7 +54,7 @@ class ExportConfig:
     task: Task = SHIPPED_TASK
     rows: int = 128
     seed: int = 0  # of these prompts
-    tokenizer: str | None = None  # folder of tokenizer files and token ids; none: init where it is a folder
+    tokenizer: str | None = None  # folder of tokenizer files and ids; none: init where it is one, else the run's task's
 
 
 def check_export(cfg: ExportConfig, model: ModelConfig, meta: Mapping[str, Any] | None = None) -> tuple[str, Recipe]:
@@ -86,9 +88,54 @@ def check_export(cfg: ExportConfig, model: ModelConfig, meta: Mapping[str, Any] 
         setup(TrainConfig(init=cfg.init, seed=cfg.seed, task=cfg.task, recipe=cfg.recipe), model)
     if cfg.tokenizer is not None and not any((Path(cfg.tokenizer) / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"tokenizer={cfg.tokenizer!r} is no folder with one of {', '.join(TOKENIZER_FILES)}")
-    if (source := Path(cfg.tokenizer or cfg.init) / hf.CONFIG).is_file():
-        hf.read_json(source)  # a damaged one must not be met after the weights are written
+    source = _tokenizer(cfg, meta or {})
+    if isinstance(source, Path):
+        _check_ids(source, model)  # before the weights are written
+    elif source is not None and not source.fits(model.vocab_size):
+        raise ValueError(
+            f"init={cfg.init!r} has {model.vocab_size} ids, the tokenizer of its run's task {source.vocab_size}"
+        )
     return _family(cfg, model), recipe
+
+
+def _tokenizer(cfg: ExportConfig, meta: Mapping[str, Any]) -> Path | CharTokenizer | None:
+    """The folder whose tokenizer is copied, or the one that is written: of `cfg`, of init where it is a folder, of the
+    task that the weights were trained on. None where they name no task, or one whose files have changed.
+    """
+    if cfg.tokenizer is not None or os.path.isdir(cfg.init):
+        return Path(cfg.tokenizer or cfg.init)
+    try:
+        own = from_json(_OfARun, {"task": meta["config"]["task"]}).task.tokenizer
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Path(own.folder) if isinstance(own, HfTokenizer) else own
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfARun:
+    task: Task
+
+
+def _check_ids(source: Path, model: ModelConfig) -> None:
+    """Raises ValueError where a file of a tokenizer folder is damaged or has a token that the model has no row for."""
+    largest: dict[str, list[Any]] = {}
+    if (source / "tokenizer.json").is_file():
+        largest["tokenizer.json"] = [largest_id(str(source))]
+    for name in ("vocab.json", "added_tokens.json"):
+        if (source / name).is_file():
+            largest[name] = list(hf.read_json(source / name).values())
+    for name in (hf.CONFIG, "generation_config.json"):
+        if (source / name).is_file():
+            said = hf.read_json(source / name)
+            ids = [said.get(key) for key in TOKEN_KEYS if key.endswith("_token_id")]
+            largest[name] = [at for some in ids for at in (some if isinstance(some, list) else [some])]
+    for name, ids in largest.items():
+        beyond = [at for at in ids if isinstance(at, int) and at >= model.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"{source / name} has the token id {max(beyond)}, the model's vocab_size is {model.vocab_size}: it "
+                "has no embedding of that; give the tokenizer that it was trained with"
+            )
 
 
 def _family(cfg: ExportConfig, model: ModelConfig) -> str:
@@ -173,7 +220,11 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
             tokens, valid, _ = supervised_batch(cfg.task, cfg.seed, "train", 0, cfg.rows)
             inputs = input_scales(params, model, recipe.rollout, tokens, valid)
         checkpoint_formats.save(folder, params, model, family, recipe.rollout, cfg.format, inputs)
-    copied = _copy_tokenizer(Path(cfg.tokenizer or cfg.init), folder)
+    source = _tokenizer(cfg, meta)
+    if isinstance(source, Path):
+        files = _copy_tokenizer(source, folder)
+    else:
+        files = [] if source is None else _write_tokenizer(source, folder)
     record = {
         "init": cfg.init,
         "sha256": weights_sha256(cfg.init),
@@ -184,7 +235,7 @@ def export(cfg: ExportConfig, folder: str | os.PathLike) -> dict[str, Any]:
         "recipe": None if cfg.format == BF16 else recipe.label,
         "quantized_roles": [] if cfg.format == BF16 else sorted(set(cfg.recipe.roles) & model_roles(model)),
         "served_as": served_as(cfg, recipe.rollout),
-        "tokenizer_files": copied,
+        "tokenizer_files": files,
         "scores": _scores(cfg.init, meta),
     }
     write_json(folder / RECORD, record)
@@ -206,6 +257,15 @@ def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
         taken = {key: said[key] for key in TOKEN_KEYS if key in said}
         hf.write_json(folder / hf.CONFIG, hf.read_json(folder / hf.CONFIG) | taken)
     return copied
+
+
+def _write_tokenizer(tokenizer: CharTokenizer, folder: Path) -> list[str]:
+    files = hub_files(tokenizer)
+    for name, content in files.items():
+        hf.write_json(folder / name, content)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    hf.write_json(folder / hf.CONFIG, hf.read_json(folder / hf.CONFIG) | ids)
+    return list(files)
 
 
 def served_as(cfg: ExportConfig, rollout: Precision) -> str:

@@ -21,7 +21,7 @@ from quads_jax.rl.calibration import channel_orders
 from quads_jax.rl.engine import check_engine, finish_reasons
 from quads_jax.rl.sampling import SamplingConfig, check_sampling
 from quads_jax.tasks import CharTokenizer, Task
-from quads_jax.tasks.hf_tokenizer import HfTokenizer, PromptError, folder_sha256
+from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
 
 CALIBRATION_ROWS = 256
 MAX_TOKENS = 2**20  # of a prompt or an answer
@@ -105,7 +105,7 @@ def encoded(tokenizer: CharTokenizer | HfTokenizer, prompts: list[str], file: st
             for number, text in enumerate(prompts, start=1):
                 with located(f"{file}:{number}"):
                     ids.append([tokenizer.bos_id, *tokenizer.encode(text)])
-    except PromptError as error:
+    except TextError as error:
         raise ValueError(f"{file}:{error.at + 1}: prompt is {show(prompts[error.at])}: {error}") from error
     lengths = [len(row) for row in ids]
     for bad in (i for i, n in enumerate(lengths) if not 1 <= n <= MAX_TOKENS):
@@ -136,13 +136,13 @@ def generate(
     program = engine_program(model, precision, sampling, tokenizer.pad_id, tokens.shape, cfg.samples, cfg.slots)
     batch, _ = program(packed, quant, tokens, valid, jax.random.key(cfg.seed), jnp.int32(0), None)
     mask, drawn, logp = (np.asarray(a) for a in (batch.mask, batch.tokens, batch.behaviour_logp))
-    for row, reason in enumerate(finish_reasons(batch)):
+    answers = tokenizer.decode_all([drawn[row][mask[row]].tolist() for row in range(len(drawn))])
+    for row, (reason, answer) in enumerate(zip(finish_reasons(batch), answers, strict=True)):
         ids, logs = drawn[row][mask[row]].tolist(), logp[row][mask[row]].tolist()
-        answer = ids[:-1] if reason == "stop" else ids
         yield {
             "prompt": prompts[row // cfg.samples],
             "sample": row % cfg.samples,
-            "answer": tokenizer.decode(answer),
+            "answer": answer,
             "finish_reason": reason,
             "log_prob": float(sum(logs)),
             "tokens": ids,

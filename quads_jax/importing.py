@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from quads_jax import checkpoint_formats, ops
-from quads_jax.checkpoint_formats import LEGACY, QUANT_CONFIG, Checkpoint
+from quads_jax.checkpoint_formats import Checkpoint
+from quads_jax.checkpoint_layouts import LEGACY, QUANT_CONFIG
 from quads_jax.models import hf
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import FAMILIES
@@ -40,6 +41,7 @@ def load_folder(folder: str | os.PathLike) -> tuple[Any, ModelConfig, dict[str, 
     if hf.read_json(folder / hf.CONFIG).get(QUANT_CONFIG) is None and not (folder / LEGACY).is_file():
         return *hf.load(folder), {}
     read = checkpoint_formats.load(folder)
+    hf.check_memory(folder, read.model, 32)
     lost: list[str] = []
 
     def master(path: Any, leaf: Any) -> np.ndarray:

@@ -102,8 +102,8 @@ def supervised_batch(
     prompts, valid, items = task.prompts(seed, split, start, n)
     answers = np.full((n, task.answer_len), task.tokenizer.pad_id, np.int32)
     mask = np.zeros((n, task.answer_len), bool)
-    for row, item in enumerate(items):
-        ids = [*task.tokenizer.encode(item.answer), task.tokenizer.eos_id]
+    for row, own in enumerate(task.tokenizer.encode_all([item.answer for item in items])):
+        ids = [*own, task.tokenizer.eos_id]
         answers[row, : len(ids)], mask[row, : len(ids)] = ids, True
     full_mask = np.concatenate([np.zeros_like(valid), mask], axis=1)
     return np.concatenate([prompts, answers], axis=1), np.concatenate([valid, mask], axis=1), full_mask
@@ -116,7 +116,7 @@ def rewards(task: Task, items: list[Item], batch: RolloutBatch, prompt_len: int)
 
 def decode_responses(task: Task, batch: RolloutBatch, prompt_len: int) -> list[str]:
     """The sampled texts, up to eos."""
-    return [task.tokenizer.decode(row) for row in np.asarray(batch.tokens)[:, prompt_len:].tolist()]
+    return task.tokenizer.decode_all(np.asarray(batch.tokens)[:, prompt_len:].tolist())
 
 
 @functools.lru_cache(maxsize=64)

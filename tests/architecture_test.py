@@ -13,7 +13,9 @@ SOURCES = ("launch.py", "pallas_kernels", "quads_jax", "experiments")
 
 _OPERANDS = ("quads_jax.quant", "quads_jax.precision", "quads_jax.implementations", "pallas_kernels")
 _LEFT_OF_MODELS = ("quads_jax.quant", "quads_jax.precision", "quads_jax.ops")
-_LEFT_OF_RL = (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_formats")
+_LEFT_OF_RL = (
+    *_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
+    "quads_jax.checkpoint_formats")  # fmt: skip
 
 # What of the project a module may import; the longest matching key decides, and its own package is always allowed.
 ALLOWED = {
@@ -28,7 +30,9 @@ ALLOWED = {
     "quads_jax.ops": (*_OPERANDS, "quads_jax.operands", "quads_jax.packed_ops"),
     "quads_jax.models": ("quads_jax.precision", "quads_jax.ops", "quads_jax.attention"),
     "quads_jax.pack": (*_LEFT_OF_MODELS, "quads_jax.models"),
-    "quads_jax.checkpoint_formats": (*_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack"),
+    "quads_jax.checkpoint_layouts": ("quads_jax.quant", "quads_jax.models"),
+    "quads_jax.checkpoint_formats": (
+        *_LEFT_OF_MODELS, "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts"),
     "quads_jax.rl": _LEFT_OF_RL,
     "quads_jax.rl.losses": (),
     "quads_jax.rl.advantage": (),
@@ -36,7 +40,7 @@ ALLOWED = {
     "quads_jax.rl.kl": ("quads_jax.rl.losses",),
     "quads_jax.rl.shaping": (),
     "quads_jax.tasks": ("quads_jax.config_tree",),
-    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "chat_template")},  # run as files
+    **{f"quads_jax.tasks.{name}": () for name in ("worker_process", "math_answers", "hf_encoding")},  # run as files
     "quads_jax.config_tree": (),
     "quads_jax.events": (),
     "quads_jax.metrics": ("quads_jax.config_tree", "quads_jax.events"),
@@ -49,7 +53,8 @@ ALLOWED = {
     "quads_jax.device": (),
     "quads_jax.importing": _LEFT_OF_RL,
     "quads_jax.checkpoints": (
-        "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.importing", "quads_jax.rl"),
+        "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
+        "quads_jax.importing", "quads_jax.rl"),
     "quads_jax.config": (
         "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from quads_jax.checkpoint_formats import LAYOUTS, load, save
+from quads_jax.checkpoint_formats import load, save
+from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.models import hf
 from quads_jax.models.decoder import Decoder
 from quads_jax.pack import is_packed, leaf_name, lookup, pack

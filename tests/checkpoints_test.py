@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quads_jax import checkpoints, config_tree
-from quads_jax.checkpoint_formats import LAYOUTS
+from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.checkpoints import SHIPPED, load_weights, save_weights, weights_sha256
 from quads_jax.config import RecipeConfig, WarmStartConfig
 from quads_jax.exporting import ExportConfig, export
@@ -65,6 +65,7 @@ def test_missing_damaged_and_unfitting_files_are_refused(tmp_path):
         (description.replace('"parts": 1,', '"parts": 1, "x": NaN,'), "w.json is not the description .*NaN"),
         (re.sub('"sha256": "[^"]*"', '"sha256": "ab"', description), "sha256='ab' is not 64 hex digits"),
         (re.sub('"sha256": "[^"]*"', '"sha256": ["a"]', description), r"sha256=\['a'\] is not of type str"),
+        (description.replace('"layers": 2,', '"layers": 1000000000,'), "layers=1000000000 must be at most 4096"),
         (re.sub('"model": {[^}]*}', '"model": [1]', description), r"model=\[1\] is not of type dict"),
         (description.replace("0.25", "0.99"), "damaged"),  # figures are believed, so they are covered too
         (description.replace("10000", "5"), "damaged"),
@@ -153,14 +154,16 @@ def test_an_exported_policy_makes_the_rollouts_of_the_run(layout, run, tmp_path)
     assert all((np.asarray(a) != np.asarray(a.astype("bfloat16"), np.float32)).any() for a in moved)  # it could differ
 
 
-def test_the_hash_of_a_folder_covers_every_byte_and_not_its_place(tmp_path):
+def test_the_hash_of_a_folder_covers_every_byte_and_not_its_place(tmp_path, monkeypatch):
     folder = tmp_path / "hub"
+    monkeypatch.setattr(hf, "SHARD_BYTES", 2**15)
     hf.save(folder, params(), MODEL, "qwen3_moe")
+    (folder / "hf_quant_config.json").write_text("{}")
     first = weights_sha256(folder)
     shutil.copytree(folder, tmp_path / "copy")
     assert weights_sha256(tmp_path / "copy") == first and re.fullmatch("[0-9a-f]{64}", first)
-    for name in (hf.CONFIG, hf.SINGLE):
-        path = folder / name
+    assert len(list(folder.iterdir())) > 4
+    for path in folder.iterdir():
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         assert weights_sha256(folder) != first

@@ -95,6 +95,7 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
     process, message = refusals[name], REFUSED[name][1]
     output = process.stdout + process.stderr
     assert process.returncode != 0 and message in output, output
+    assert "--workdir:" not in output and "--help" in output.splitlines()[-1], output  # the reason, not every flag
     assert "Traceback" not in output, output
 
 

@@ -11,15 +11,18 @@ from absl.testing import flagsaver
 
 from experiments import common
 from experiments import export as experiment
-from quads_jax import checkpoint_formats
+from quads_jax import checkpoint_formats, config_tree
+from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.checkpoints import load_weights, save_weights, weights_sha256
-from quads_jax.config import RecipeConfig
+from quads_jax.config import RecipeConfig, TrainConfig
 from quads_jax.exporting import ExportConfig, check_export, export, input_scales, weights_only
 from quads_jax.inspection import gemm_inputs
 from quads_jax.metrics import MetricsWriter
 from quads_jax.models.config import ModelConfig
 from quads_jax.pack import is_packed, pack
 from quads_jax.precision import recipe
+from quads_jax.tasks import Jsonl
+from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
 from tests import tiny
 from tests.pack_test import random_params
 
@@ -56,7 +59,7 @@ def test_bf16_comes_back_bit_for_bit(weights, tmp_path, capsys):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("layout", checkpoint_formats.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_nvfp4_holds_what_the_rollout_packs(layout, weights, tmp_path, capsys):
     run(tmp_path / "out", f"--set=init={weights}", f"--set=format={layout}", "--set=rows=4")
     read = checkpoint_formats.load(tmp_path / "out")
@@ -129,9 +132,11 @@ def test_calibration_takes_the_largest_of_its_batches(monkeypatch):
 
 
 def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
     folder, tokenizer = tmp_path / "run", tmp_path / "tokenizer"
     folder.mkdir(), tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
+    content = json.dumps(hub_files(tiny.TASK.tokenizer)["tokenizer.json"])
+    (tokenizer / "tokenizer.json").write_text(content)
     (tokenizer / "model.safetensors").write_text("not copied")
     theirs = {"eos_token_id": [2, 7], "max_position_embeddings": 8192, "hidden_size": 5}
     (tokenizer / "config.json").write_text(json.dumps(theirs))
@@ -147,12 +152,48 @@ def test_a_finished_run_and_a_tokenizer_are_carried_along(weights, tmp_path):
         "run": [{"kind": "eval", "step": 2, "precision": "rollout", "pass@1": 0.2}],
         "trained_with": {"name": "QUADS"},
     }
-    assert record["tokenizer_files"] == ["tokenizer.json"] and (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert record["tokenizer_files"] == ["tokenizer.json"] and (tmp_path / "out/tokenizer.json").read_text() == content
     cfg = dataclasses.replace(cfg, init=str(tmp_path / "out"), tokenizer=None)  # a folder brings its own
     assert export(cfg, tmp_path / "next")["tokenizer_files"] == ["tokenizer.json"]
     for name in ("out", "next"):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["eos_token_id"], config["max_position_embeddings"], config["hidden_size"]) == ([2, 7], 8192, 32)
+
+
+def test_the_tokenizer_folder_of_a_runs_task_is_copied_unless_it_has_changed(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
+    folder, file = tmp_path / "tokenizer", tmp_path / "lines.jsonl"
+    folder.mkdir()
+    for name, content in hub_files(tiny.TASK.tokenizer).items():
+        (folder / name).write_text(json.dumps(content))
+    file.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": f"{i}"}) + "\n" for i in range(40)))
+    task = Jsonl(file=str(file), tokenizer_dir=str(folder))
+    meta = {"config": config_tree.to_json(TrainConfig(task=task))}
+    save_weights(tmp_path / "w.msgpack", random_params(tiny.MODEL), tiny.MODEL, meta)
+    cfg = ExportConfig(init=str(tmp_path / "w.msgpack"))
+    assert export(cfg, tmp_path / "out")["tokenizer_files"] == ["tokenizer.json", "tokenizer_config.json"]
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert export(cfg, tmp_path / "changed")["tokenizer_files"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", hub_files(CharTokenizer("abcdefghijklmno"))["tokenizer.json"], "has the token id 17, the"),
+        ("tokenizer.json", {}, "is not read by tokenizers"),
+        ("vocab.json", {"a": 3, "b": 40}, "has the token id 40, the model's vocab_size is 17"),
+        ("generation_config.json", {"eos_token_id": [2, 17]}, "has the token id 17"),
+        ("config.json", {"pad_token_id": 151643}, "has the token id 151643"),
+    ],
+)
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(name, content, said, weights, tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{tmp_path / name}'? {said}"):
+        export(ExportConfig(init=weights, tokenizer=str(tmp_path)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_calibration_sees_quantized_weights_and_whole_activations():

@@ -5,14 +5,20 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax.config import RecipeConfig
+from quads_jax.checkpoints import load_weights, save_weights
+from quads_jax.config import RecipeConfig, TrainConfig
+from quads_jax.config_tree import to_json
+from quads_jax.exporting import ExportConfig, export
 from quads_jax.generation import GenerateConfig, check_generate, encoded, generate, read_prompts, tokenizer_of
 from quads_jax.models import hf
 from quads_jax.precision import Precision
+from quads_jax.programs import pack_program, rollout_program
 from quads_jax.rl.rollout import score
+from quads_jax.rl.sampling import SamplingConfig
 from tests.tiny import MODEL, TASK, params
 
 PROMPTS = ["1+2+3=", "4-5=", "7+8-9="]
@@ -80,6 +86,31 @@ def test_a_folder_brings_its_tokenizer_and_every_eos_id_stops(cfg, tmp_path):
         inside = [token in stops for token in row["tokens"]]
         assert not any(inside[:-1]) and inside[-1] == (row["finish_reason"] == "stop")
     assert len(rows) == 6 and any(row["finish_reason"] == "stop" and row["tokens"][-1] != 0 for row in rows)
+
+
+def test_an_exported_run_is_played_with_the_ids_of_its_own_rollout(tmp_path):
+    """Greedy, from text: the folder says how the task spells it, and where an answer ends."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
+    path, folder = tmp_path / "run.msgpack", tmp_path / "out"
+    save_weights(path, params(), MODEL, {"config": to_json(TrainConfig(task=TASK))})
+    recipe = RecipeConfig(name="W4A16", dtype="float32")
+    export(ExportConfig(init=str(path), format="modelopt", recipe=recipe), folder)
+    tokens, valid, items = TASK.prompts(0, "held_out", 0, 6)
+    precision, sampling = recipe.resolve().rollout, SamplingConfig(temperature=0.0, max_new_tokens=5, stop_ids=(2,))
+    program = rollout_program(MODEL, precision, sampling, TASK.tokenizer.pad_id, tokens.shape)
+    packed = pack_program(MODEL, precision)(load_weights(path)[0], {})
+    batch = program(packed, {}, tokens, valid, jax.random.key(0), jnp.int32(0))
+    own = [row[keep].tolist() for row, keep in zip(np.asarray(batch.tokens), np.asarray(batch.mask), strict=True)]
+    file = lines(tmp_path / "played.jsonl", *({"prompt": item.prompt} for item in items))
+    settings = {"init": str(folder), "prompts": file, "recipe": recipe, "temperature": 0.0, "max_new_tokens": 5}
+    play = GenerateConfig(**settings, slots=4)
+    check_generate(play)
+    loaded, model, _ = load_weights(folder)
+    rows = list(generate(play, loaded, model, tokenizer_of(play, model), read_prompts(file)))
+    assert [row["tokens"] for row in rows] == own
+    shown = [row["answer"].replace("<pad>", "\ufffd").replace("<bos>", "\ufffd") for row in rows]
+    assert shown == [TASK.tokenizer.decode(ids) for ids in own]
+    assert len({tuple(ids) for ids in own}) > 1
 
 
 def params_of(model):

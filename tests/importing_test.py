@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quads_jax import checkpoint_formats
-from quads_jax.checkpoint_formats import LAYOUTS
+from quads_jax.checkpoint_layouts import LAYOUTS
 from quads_jax.importing import load_folder, rollout_reads
 from quads_jax.models import hf
 from quads_jax.models.presets import FAMILIES
@@ -53,7 +53,7 @@ def test_parameters_that_are_read_in_float32_are_kept_in_it(tmp_path):
     hf.save(tmp_path / "bf16", params, model, FAMILY)
     checkpoint_formats.save(tmp_path / "nvfp4", params, model, FAMILY, ATTENTION, "modelopt")
     for name in ("bf16", "nvfp4"):
-        tensors = hf.open_folder(tmp_path / name, hf.read_json(tmp_path / name / "config.json"))[2]
+        tensors = hf.open_folder(tmp_path / name, hf.read_json(tmp_path / name / "config.json"), 32)[2]
         whole = [n for n, tensor in tensors.items() if tensor.dtype == "F32" and not n.endswith("weight_scale_2")]
         assert sorted(whole) == sorted(set(read_whole) - {"model.layers.0.mlp.gate.weight"})
         read = load_folder(tmp_path / name)[0]["run_0"]

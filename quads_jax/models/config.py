@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
+MAX_LAYERS = 4096  # more is a damaged file: there are loops over them
 QK_NORMS = ("none", "head", "projection")
 
 # Fields younger than the first weights files, and what a file that does not have them means.
@@ -54,11 +56,30 @@ class ModelConfig:
         return sum(length for _, length in self.runs()[: int(run.removeprefix("run_"))])
 
 
+def weight_counts(cfg: ModelConfig) -> dict[str, int]:
+    """How many numbers the weight matrices of each kind have, exact at any size, by the product that they are, such as
+    'vocab_size=17 * d_model=96'. Norms, biases and gates of shared experts are left out.
+    """
+    moe = cfg.kinds().count("moe")
+    products = (
+        {"vocab_size": cfg.vocab_size, "d_model": cfg.d_model, "tables": 1 if cfg.tied_head else 2},
+        {"layers": cfg.layers, "heads of q, k, v, out": 2 * cfg.heads + 2 * cfg.kv_heads, "head_dim": cfg.head_dim,
+         "d_model": cfg.d_model},
+        {"dense layers": cfg.layers - moe, "matrices": 3, "d_mlp": cfg.d_mlp, "d_model": cfg.d_model},
+        {"MoE layers": moe, "experts": cfg.experts, "matrices": 3, "d_expert": cfg.d_expert, "d_model": cfg.d_model},
+        {"MoE layers": moe, "matrices": 3, "d_shared": cfg.d_shared, "d_model": cfg.d_model},
+        {"MoE layers": moe, "experts": cfg.experts, "d_model": cfg.d_model},
+    )  # fmt: skip
+    return {" * ".join(f"{name}={n}" for name, n in p.items()): math.prod(p.values()) for p in products}
+
+
 def check_model(cfg: ModelConfig) -> None:
     """Raises ValueError on sizes that no model has and on options without effect, naming the numbers."""
     for name in ("vocab_size", "d_model", "layers", "heads", "kv_heads", "head_dim", "d_mlp", "d_expert"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.layers > MAX_LAYERS:
+        raise ValueError(f"layers={cfg.layers} must be at most {MAX_LAYERS}")
     if cfg.rope_theta <= 0 or cfg.norm_eps < 0:
         raise ValueError(f"rope_theta={cfg.rope_theta} must be above 0 and norm_eps={cfg.norm_eps} not below it")
     if cfg.heads % cfg.kv_heads:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from quads_jax.models.config import ModelConfig
+from quads_jax.models.config import ModelConfig, weight_counts
 from quads_jax.models.decoder import init_params
 from quads_jax.models.layers import FLOAT32_LEAVES
 from quads_jax.models.presets import FAMILIES, Family, read_config, write_config
@@ -34,6 +35,7 @@ DTYPES = ("F32", "BF16", "F16")  # of files
 E4M3 = "F8_E4M3"
 _NUMPY = {"F32": "<f4", "BF16": jnp.bfloat16, "F16": "<f2", "U8": np.uint8, E4M3: np.uint8}
 _BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # old files hold it; it follows from rope_theta
+MAX_JSON_BYTES = 2**28  # an index of a million tensors has half of that
 _LISTED = 20  # problems of one error
 
 
@@ -65,7 +67,7 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32) -> tuple[Any, Mode
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    family, model, tensors, problems = open_folder(folder, config)
+    family, model, tensors, problems = open_folder(folder, config, 8 * jnp.dtype(dtype).itemsize)
     where, shapes = places(model, FAMILIES[family]), parameter_shapes(model)
     problems += differences(tensors, where, shapes, model)
     if problems:
@@ -212,9 +214,11 @@ def _named_shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def open_folder(folder: Path, config: Mapping[str, Any]) -> tuple[str, ModelConfig, dict[str, Stored], list[str]]:
+def open_folder(
+    folder: Path, config: Mapping[str, Any], bits: int
+) -> tuple[str, ModelConfig, dict[str, Stored], list[str]]:
     """(family, model, tensors by name, features of config.json that the decoder lacks) of a checkpoint folder. Raises
-    ValueError where no such model can be in it.
+    ValueError where no such model can be in it, or be held in memory with so many bits a parameter.
     """
     try:
         family, model, problems = read_config(config)
@@ -226,7 +230,29 @@ def open_folder(folder: Path, config: Mapping[str, Any]) -> tuple[str, ModelConf
         broken = [f"{len(tensors)} tensors for {model.layers} layers with {model.experts} experts"]
     if broken:
         raise refused(folder, problems + broken)
+    check_memory(folder, model, bits)
     return family, model, tensors, problems
+
+
+def check_memory(path: Path, model: ModelConfig, bits: int) -> None:
+    """Raises ValueError where the model's weights, of so many bits a number, are more than this process can have. With
+    that, no size is beyond what arrays and their shapes can have either.
+    """
+    counts = weight_counts(model)
+    needed, memory = sum(counts.values()) * bits // 8, memory_bytes()
+    if needed > memory:
+        most = max(counts, key=counts.get)
+        raise ValueError(
+            f"{path}: the sizes of its config ask for {needed:,} bytes of weights at {bits} bits a number, but this "
+            f"process can have {memory:,} bytes of memory. Most of them are {most} = {counts[most]:,} numbers: correct "
+            "these sizes where the files hold fewer, else take a machine with more memory"
+        )
+
+
+def memory_bytes() -> int:
+    """Of this machine, or what `ulimit -v` leaves of it."""
+    machine, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]
+    return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
 
 def _open(folder: Path) -> tuple[dict[str, Stored], list[str]]:
@@ -336,6 +362,8 @@ def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError, naming the file, on anything else."""
     try:
+        if path.is_file() and (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON_BYTES:,}")
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested too deeply
         raise ValueError(f"{path} cannot be read: {error}; a checkpoint folder has {CONFIG} and safetensors") from error

@@ -12,12 +12,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from quads_jax.models.config import ModelConfig, check_model
+from quads_jax.models.config import MAX_LAYERS, ModelConfig, check_model
 
 _TYPES = {"int": int, "float": float, "bool": bool}
 _FIELD_TYPES = {field.name: _TYPES[field.type] for field in dataclasses.fields(ModelConfig) if field.type in _TYPES}
 _ABSENT = object()
-MAX_LAYERS, MAX_INT = 4096, 2**31 - 1  # of a config.json; more is a damaged one
+MAX_INT = 2**31 - 1  # of a config.json; more is a damaged one
 
 
 @dataclasses.dataclass(frozen=True)

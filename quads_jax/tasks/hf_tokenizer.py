@@ -14,8 +14,7 @@
 import dataclasses
 import functools
 import hashlib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,22 +23,23 @@ from quads_jax.tasks.tokenizer import UNKNOWN
 from quads_jax.tasks.workers import StartError, Workers
 
 REQUIREMENT = "tokenizers>=0.22,<0.24"
-JINJA = "jinja2>=3.1.6,<4"  # older ones have known ways out of the sandbox
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-RENDER_SECONDS = 5.0  # for as many prompts as one request has
-RENDER_PROMPTS, RENDER_CHARACTERS = 256, 2**20  # of one request
+MAX_BYTES = 2**28  # of one of FILES; the largest of models have a tenth of that
+SECONDS = 30.0  # for one request, which may have to read the tokenizer first
+SPACE = 2**31  # bytes of address space, in which it and its results lie
+MOST_TEXTS, MOST_CHARACTERS, MOST_IDS = 256, 2**20, 2**18  # of one request, unless a single text has more
+_WORKERS = Workers(Path(__file__).with_name("hf_encoding.py"), seconds=SECONDS, space=SPACE)
 
 
 class _Loaded(NamedTuple):
-    """What the files of a folder hold. `text` encodes special tokens as ordinary text, `control` as themselves."""
+    """What the files of a folder hold."""
 
-    text: Any
-    control: Any
-    special: dict[str, int]  # the special tokens' texts and ids
+    file: str  # the path of tokenizer.json
+    sha256: str  # of it
     named: dict[str, str]  # such as {"eos_token": "</s>"}
     eos: int
     pad: int
@@ -63,11 +63,13 @@ def read_folder(folder: str) -> dict[str, bytes]:
         path = Path(folder) / name
         try:
             if path.is_file():
+                if (size := path.stat().st_size) > MAX_BYTES:
+                    raise ValueError(f"{str(path)!r} has {size:,} bytes, more than {MAX_BYTES:,}: restore it")
                 found[name] = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     if "tokenizer.json" not in found:
-        raise ValueError(f"{folder!r} is not a folder with a tokenizer.json")
+        raise ValueError(f"{folder!r} is not a folder with a tokenizer.json: put that of the model there")
     return found
 
 
@@ -106,137 +108,134 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text alone, special tokens in it as ordinary text. Raises ValueError when it is not Unicode text."""
-        return _ids(_load(self).text, text)
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each. Raises TextError."""
+        return self._encode(texts, alone=False)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Ids of each prompt, as a user message or alone.
+
+        Raises:
+            TextError: one of them cannot be encoded; where a time or memory limit ended it, the first of those that
+                were at work together.
+        """
+        loaded = _load(self)
+        if loaded.template is not None:
+            files = f"{loaded.file!r} or its chat template"
+            asked = {"do": "prompts", "template": loaded.template, "variables": loaded.named}
+            return _encoded(loaded, files, prompts, asked, lambda text, fault: fault)
+        found = self._encode(prompts, alone=True)
+        for ids in found:  # with a bos token where the tokenizer puts one, never with an eos token after it
+            while ids and ids[-1] in loaded.stop:
+                ids.pop()
+            if ids and max(ids) >= loaded.vocabulary:  # a post-processor's own, which no vocabulary need hold
+                raise ValueError(
+                    f"tokenizer.json adds the token id {max(ids)}: its vocabulary ends at {loaded.vocabulary - 1}"
+                )
+        return found
+
+    def _encode(self, texts: Sequence[str], alone: bool) -> list[list[int]]:
+        loaded = _load(self)
+        asked = {"do": "encode", "alone": alone}
+        return _encoded(
+            loaded, repr(loaded.file), texts, asked, lambda text, fault: f"cannot encode {show(text)}: {fault}"
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text up to the first stop id. Special tokens show, an id without a token gives U+FFFD.
 
         Raises ValueError for a negative id.
         """
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, rows: Sequence[Iterable[int]]) -> list[str]:
+        """`decode` of each."""
         loaded = _load(self)
-        pieces: list[str] = []
-        run: list[int] = []
-        for token in map(int, ids):
-            if token < 0:
-                raise ValueError(f"token id {token} is negative: mask the positions that hold no token first")
-            if token in loaded.stop:
-                break
-            if loaded.control.id_to_token(token) is None:
-                pieces += [loaded.control.decode(run, skip_special_tokens=False), UNKNOWN]
-                run = []
-            else:
-                run.append(token)
-        return "".join(pieces) + loaded.control.decode(run, skip_special_tokens=False)
-
-    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Ids of each prompt, as a user message or alone. The chat template runs in a process of its own.
-
-        Raises:
-            PromptError: one of them cannot be encoded; where the template is at fault, the first that shows it.
-        """
-        loaded = _load(self)
-        if loaded.template is None:
-            return [_alone(loaded, prompt) for prompt in prompts]
-        marks = _marks(loaded, prompts)
-        marked = [_marked(loaded, prompt, marks) for prompt in prompts]
-        rendered = _render(loaded, marked)
-        ids = []
-        for at, (prompt, text) in enumerate(zip(marked, rendered, strict=True)):
-            if prompt.strip() not in text:
-                raise PromptError(at, "the chat template does not show it")
-            ids.append(_encode_marked(loaded, text, marks))
-        return ids
+        stop = frozenset(loaded.stop)  # a generation_config.json may list very many
+        own = [_before_stop(row, stop) for row in rows]
+        texts: list[str] = []
+        for part in _parts([len(row) for row in own], MOST_IDS):
+            asked = {"do": "decode", "rows": own[part], "unknown": UNKNOWN}
+            texts += _ask(loaded.file, loaded.sha256, repr(loaded.file), asked)
+        return texts
 
 
-class PromptError(ValueError):
-    """A prompt that cannot be encoded. at: which."""
+class TextError(ValueError):
+    """A text that cannot be encoded. at: which."""
 
     def __init__(self, at: int, text: str):
         super().__init__(text)
         self.at = at
 
 
-def _ids(tokenizer: Any, text: str, alone: bool = False) -> list[int]:
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"cannot encode {show(text)}: it has half of a surrogate pair")
+def _before_stop(ids: Iterable[int], stop: frozenset[int]) -> list[int]:
+    own = []
+    for token in map(int, ids):
+        if token < 0:
+            raise ValueError(f"token id {token} is negative: mask the positions that hold no token first")
+        if token in stop:
+            break
+        own.append(token)
+    return own
+
+
+# The worker -----------------------------------------------------------------------------------------------------------
+
+
+def largest_id(folder: str) -> int:
+    """Of tokenizer.json; -1 where it has no token. Raises ValueError on a file that is not read."""
+    content = read_folder(folder)[FILES[0]]
+    file = str(Path(folder, FILES[0]).absolute())
+    asked = {"do": "about", "tokens": []}
+    return _ask(file, hashlib.sha256(content).hexdigest(), repr(file), asked)[0] - 1
+
+
+def _ask(file: str, sha256: str, files: str, asked: dict[str, Any]) -> Any:
+    """What the job `hf_encoding` gives. Raises ValueError, with `files` at its head, which are at fault."""
+    asked = {"file": file, "sha256": sha256} | asked
     try:
-        return tokenizer.encode(text, add_special_tokens=alone).ids
-    except BaseException as error:  # a panic of the library's is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"cannot encode {show(text)}: the tokenizer says {str(error)[:200]!r}") from error
-
-
-# Prompts --------------------------------------------------------------------------------------------------------------
-
-
-def _alone(loaded: _Loaded, prompt: str) -> list[int]:
-    """A prompt without a template: with a bos token where the tokenizer puts one, never with an eos token after it."""
-    ids = _ids(loaded.text, prompt, alone=True)
-    while ids and ids[-1] in loaded.stop:
-        ids.pop()
-    if ids and max(ids) >= loaded.vocabulary:  # a post-processor's own, which no vocabulary need hold
-        raise ValueError(f"tokenizer.json adds the token id {max(ids)}: its vocabulary ends at {loaded.vocabulary - 1}")
-    return ids
-
-
-def _marks(loaded: _Loaded, prompts: Sequence[str]) -> dict[str, str]:
-    """For each special token that is spelt out in a prompt a private character that is in none and not in the template.
-
-    The template sees the character, so that what it decides by the text of a message cannot depend on such a token.
-    """
-    every = "\n".join(prompts)  # one search a token: there may be hundreds of tokens and many prompts
-    spelt = [token for token in loaded.special if token in every]
-    if not spelt:
-        return {}
-    used = set(loaded.template) | set(every)
-    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-    return dict(zip(spelt, free, strict=False))
-
-
-def _marked(loaded: _Loaded, prompt: str, marks: dict[str, str]) -> str:
-    for token, mark in marks.items():
-        prompt = prompt.replace(token, mark)
-    return prompt
-
-
-def _encode_marked(loaded: _Loaded, rendered: str, marks: dict[str, str]) -> list[int]:
-    tokens = {mark: token for token, mark in marks.items()}
-    ids = []
-    for piece in re.split(f"([{''.join(tokens)}])", rendered) if tokens else [rendered]:
-        if piece in tokens:
-            ids += _ids(loaded.text, tokens[piece])
-        elif piece:
-            ids += _ids(loaded.control, piece)
-    return ids
-
-
-def _render(loaded: _Loaded, prompts: Sequence[str]) -> list[str]:
-    """Each prompt through the chat template. Raises PromptError."""
-    starts, requests = [], []
-    size = RENDER_CHARACTERS
-    for at, prompt in enumerate(prompts):
-        if size + len(prompt) > RENDER_CHARACTERS or len(requests[-1]["prompts"]) == RENDER_PROMPTS:
-            requests.append({"template": loaded.template, "variables": loaded.named, "prompts": []})
-            starts.append(at)
-            size = 0
-        requests[-1]["prompts"].append(prompt)
-        size += len(prompt)
-    job = Path(__file__).with_name("chat_template.py")
-    try:
-        with Workers(job, seconds=RENDER_SECONDS) as workers:
-            outcomes = workers.run(requests)
+        (outcome,) = _WORKERS.run([asked])
+        if outcome.fault == "crash":  # once more: something else may have ended the process, such as for want of memory
+            (outcome,) = _WORKERS.run([asked])
     except StartError as error:
-        raise ValueError(f"chat templates cannot be rendered ({error}): pip install '{JINJA}'") from error
-    texts: list[str] = []
-    for start, outcome in zip(starts, outcomes, strict=True):
-        if outcome.fault:
-            raise PromptError(start, f"the chat template failed here or in a later line: {outcome.detail}")
-        for at, (fine, text) in enumerate(outcome.value, start):
+        raise ValueError(f"{files} needs a library ({error}): pip install '{REQUIREMENT}'") from error
+    if outcome.fault:
+        limits = f"a process has {SECONDS:g} seconds and {SPACE // 2**20} MiB of memory for it"
+        raise ValueError(f"{files} cannot be used: {outcome.detail}; {limits}")
+    fine, result = outcome.value
+    if not fine:
+        raise ValueError(f"{file!r} {result}")
+    return result
+
+
+def _encoded(loaded: _Loaded, files: str, texts: Sequence[str], asked: dict[str, Any], said: Any) -> list[list[int]]:
+    """The ids of each text. Raises TextError, with what `said(text, fault)` makes of a text's own fault."""
+    found: list[list[int]] = []
+    for part in _parts([len(text) for text in texts], MOST_CHARACTERS):
+        own = list(texts[part])
+        try:
+            results = _ask(loaded.file, loaded.sha256, files, asked | {"texts": own})
+        except ValueError as error:
+            raise TextError(part.start, f"{error} (here, or in a later one of {len(own)})") from error
+        for text, (fine, value) in zip(own, results, strict=True):
             if not fine:
-                raise PromptError(at, f"the chat template failed: {show(text)}")
-            texts.append(text)
-    return texts
+                raise TextError(len(found), said(text, value))
+            found.append(value)
+    return found
+
+
+def _parts(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Of the things of these sizes, in order: each part has `most` together at most, or is one; and MOST_TEXTS."""
+    start, total = 0, 0
+    for at, size in enumerate(sizes):
+        if at > start and (total + size > most or at - start == MOST_TEXTS):
+            yield slice(start, at)
+            start, total = at, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 # The files ------------------------------------------------------------------------------------------------------------
@@ -244,23 +243,9 @@ def _render(loaded: _Loaded, prompts: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def _load(tokenizer: HfTokenizer) -> _Loaded:
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{tokenizer.folder!r} needs a library: pip install '{REQUIREMENT}'") from error
     if folder_sha256(tokenizer.folder) != tokenizer.sha256:
         raise ValueError(f"{tokenizer.folder!r} was changed after its hash was taken: start again")
     files = read_folder(tokenizer.folder)
-    made = []
-    for _ in range(2):
-        try:
-            made.append(Tokenizer.from_buffer(files["tokenizer.json"]))
-        except Exception as error:  # the library raises no other class
-            raise _fault(tokenizer, "tokenizer.json", f"is not read by tokenizers ({error})") from error
-        made[-1].no_truncation()
-        made[-1].no_padding()
-    text, control = made
-    text.encode_special_tokens = True
     config, named = _object(tokenizer, files, "tokenizer_config.json"), {}
     for source, values in (
         ("tokenizer_config.json", config),
@@ -269,17 +254,16 @@ def _load(tokenizer: HfTokenizer) -> _Loaded:
         for name in NAMES:
             if name not in named and values.get(name) is not None:
                 named[name] = _token(tokenizer, source, name, values[name])
-    ids = {name: control.token_to_id(token) for name, token in named.items()}
+    file, digest = str(Path(tokenizer.folder, FILES[0]).absolute()), hashlib.sha256(files[FILES[0]]).hexdigest()
+    vocabulary, found = _ask(file, digest, repr(file), {"do": "about", "tokens": list(named.values())})
+    ids = dict(zip(named, found, strict=True))
     for name in ("eos_token", "pad_token"):
         if name in named and ids[name] is None:
             raise _fault(tokenizer, "tokenizer.json", f"has no token {show(named[name])}, the {name}")
-    vocabulary = 1 + max(control.get_vocab().values(), default=-1)
     stop = _stop_ids(tokenizer, files, ids.get("eos_token"), vocabulary)
     eos = ids.get("eos_token", stop[0])
-    special = {token.content: at for at, token in control.get_added_tokens_decoder().items() if token.special}
-    template = _template(tokenizer, files, config)
     pad = ids.get("pad_token", eos)
-    return _Loaded(text, control, special, named, eos, pad, stop, template, vocabulary)
+    return _Loaded(file, digest, named, eos, pad, stop, _template(tokenizer, files, config), vocabulary)
 
 
 def _fault(tokenizer: HfTokenizer, file: str, text: str) -> ValueError:

@@ -13,7 +13,7 @@ import numpy as np
 
 from quads_jax.config_tree import located, parse_json, show
 from quads_jax.tasks.base import HELD_OUT_ONE_IN, SPLITS, Item, Task, item_stream, uniform_int
-from quads_jax.tasks.hf_tokenizer import HfTokenizer, PromptError, folder_sha256
+from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
 from quads_jax.tasks.math_answers import final_answer
 from quads_jax.tasks.tokenizer import UNKNOWN, CharTokenizer
 from quads_jax.tasks.verifiers import VERIFIERS
@@ -168,7 +168,7 @@ def _read(task: Jsonl) -> _Read:
         with located(f"{task.name}: tokenizer_dir"):
             _ = task.tokenizer.vocab_size  # a bad folder must not be blamed on a line
         ids = _prompt_ids(task, every, [places[item.prompt][1] for item in every])
-        longest = max(len(_answer_ids(task, item, places[item.prompt][1])) for item in every)
+        longest = _longest_answer(task, every, [places[item.prompt][1] for item in every])
         return _Read(items, max(map(len, ids.values())), longest, ids)
     return _Read(items, max(len(item.prompt) for item in every), max(len(item.answer) for item in every), {})
 
@@ -177,7 +177,7 @@ def _prompt_ids(task: Jsonl, items: list[Item], places: list[str]) -> dict[str, 
     """By prompt its tokens i32[n]. Raises ValueError, naming the line, when one has none or more than `max_prompt`."""
     try:
         encoded = task.tokenizer.encode_prompts([item.prompt for item in items])
-    except PromptError as error:
+    except TextError as error:
         raise ValueError(f"{places[error.at]}: prompt is {show(items[error.at].prompt)}: {error}") from error
     lengths = [len(ids) for ids in encoded]
     for length, at in ((min(lengths), lengths.index(min(lengths))), (max(lengths), lengths.index(max(lengths)))):
@@ -192,14 +192,19 @@ def _prompt_ids(task: Jsonl, items: list[Item], places: list[str]) -> dict[str, 
     return {item.prompt: np.array(ids, np.int32) for item, ids in zip(items, encoded, strict=True)}
 
 
-def _answer_ids(task: Jsonl, item: Item, place: str) -> list[int]:
-    """An answer's tokens. Raises ValueError, naming the line, when it is too long or they are not the tokens of it."""
-    ids = task.tokenizer.encode(item.answer)
-    if task.max_answer is not None and len(ids) > task.max_answer:
-        raise ValueError(f"{place}: answer has {len(ids)} tokens, max_answer is {task.max_answer}")
-    if (said := task.tokenizer.decode(ids)) != item.answer:
-        raise ValueError(f"{place}: answer is {show(item.answer)}, but the tokenizer makes {show(said)} of it")
-    return ids
+def _longest_answer(task: Jsonl, items: list[Item], places: list[str]) -> int:
+    """Its tokens. Raises ValueError, naming the line, where an answer has too many or they are not the tokens of it."""
+    try:
+        encoded = task.tokenizer.encode_all([item.answer for item in items])
+    except TextError as error:
+        raise ValueError(f"{places[error.at]}: answer is {show(items[error.at].answer)}: {error}") from error
+    for ids, place in zip(encoded, places, strict=True):
+        if task.max_answer is not None and len(ids) > task.max_answer:
+            raise ValueError(f"{place}: answer has {len(ids)} tokens, max_answer is {task.max_answer}")
+    for item, said, place in zip(items, task.tokenizer.decode_all(encoded), places, strict=True):
+        if said != item.answer:
+            raise ValueError(f"{place}: answer is {show(item.answer)}, but the tokenizer makes {show(said)} of it")
+    return max(map(len, encoded))
 
 
 def _lines(task: Jsonl, field: str, sha256: str, places: dict[str, tuple[str, str]]) -> list[Item]:

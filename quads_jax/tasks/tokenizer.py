@@ -1,7 +1,8 @@
 """A character tokenizer: three special ids, then one id a character."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 UNKNOWN = "\ufffd"  # what an id outside the vocabulary decodes to; never part of an alphabet
 
@@ -44,6 +45,10 @@ class CharTokenizer:
             raise ValueError(f"cannot encode {unknown} in {text!r}: the alphabet is {self.alphabet!r}")
         return [3 + self.alphabet.index(c) for c in text]
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text up to the first eos.
 
@@ -59,3 +64,48 @@ class CharTokenizer:
             has_text = 3 <= token < self.vocab_size
             characters.append(self.alphabet[token - 3] if has_text else UNKNOWN)
         return "".join(characters)
+
+    def decode_all(self, rows: Sequence[Iterable[int]]) -> list[str]:
+        """`decode` of each."""
+        return [self.decode(row) for row in rows]
+
+
+def hub_files(tokenizer: CharTokenizer) -> dict[str, dict[str, Any]]:
+    """The same ids as the JSON of files that the library tokenizers and servers read, {name: content}: a prompt begins
+    with bos, and a character outside the alphabet is an error. Of ids without text, pad and bos show as <pad>, <bos>.
+    """
+    special = {"<pad>": tokenizer.pad_id, "<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    text = {name: {"Sequence": {"id": name, "type_id": 0}} for name in "AB"}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": at, "content": name} | flags for name, at in special.items()],
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False,
+            },
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [bos, text["A"]],
+                "pair": [bos, text["A"], text["B"]],
+                "special_tokens": {"<bos>": {"id": "<bos>", "ids": [tokenizer.bos_id], "tokens": ["<bos>"]}},
+            },
+            "decoder": {"type": "Fuse"},
+            "model": {
+                "type": "WordLevel",
+                "vocab": special | {c: 3 + i for i, c in enumerate(tokenizer.alphabet)},
+                "unk_token": "<unk>",  # which is none of these
+            },
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "clean_up_tokenization_spaces": False,
+        },
+    }  # fmt: skip

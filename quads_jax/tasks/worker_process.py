@@ -63,13 +63,13 @@ def _limit_time(seconds: float) -> None:
 
 
 def _read(fd: int, n: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < n:
         piece = os.read(fd, min(n - len(data), 2**16))
         if not piece:
             os._exit(0)  # the parent has closed the pipe, or is gone
         data += piece
-    return data
+    return bytes(data)
 
 
 def _write(fd: int, reply: list) -> None:

@@ -128,14 +128,14 @@ class _Process:
         self.requests, self.replies = self._popen.stdin.fileno(), self._popen.stdout.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
-        self.unsent, self._received = b"", bytearray()
+        self.unsent, self._received = memoryview(b""), bytearray()
         self.ready, self.at, self.values = False, -1, 0
         self.deadline = time.monotonic() + START_SECONDS
 
     def give(self, at: int, value: Any, seconds: float) -> None:
         self.at, self.values = at, self.values + 1
         data = json.dumps([self.values, value]).encode()
-        self.unsent = len(data).to_bytes(4, "big") + data
+        self.unsent = memoryview(len(data).to_bytes(4, "big") + data)  # a slice of it costs nothing
         self.deadline = time.monotonic() + seconds
         self.send()
 

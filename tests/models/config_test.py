@@ -1,8 +1,22 @@
 """`check_model` refuses sizes that no model has and options without effect."""
 
+import dataclasses
+
+import jax
 import pytest
 
-from quads_jax.models.config import ModelConfig, check_model
+from quads_jax.models import hf
+from quads_jax.models.config import ModelConfig, check_model, weight_counts
+from tests.checkpoint_formats_test import MODELS
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_weight_counts_are_those_of_the_parameters(family):
+    model = dataclasses.replace(MODELS[family], tied_head=family == "olmoe")
+    leaves = jax.tree_util.tree_leaves_with_path(hf.parameter_shapes(model))
+    small = ("scale", "qkv_bias", "shared_gate")
+    matrices = [leaf.size for path, leaf in leaves if not any(name in jax.tree_util.keystr(path) for name in small)]
+    assert sum(weight_counts(model).values()) == sum(matrices)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +32,7 @@ def test_valid(options):
     [
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 4097}, "layers=4097 must be at most 4096"),
         ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
         ({"d_mlp": 0}, "d_mlp=0 must be at least 1"),
         ({"d_expert": -1}, "d_expert=-1 must be at least 1"),

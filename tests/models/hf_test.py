@@ -257,6 +257,43 @@ def test_a_config_that_is_no_model_is_refused(llama, change, message):
 
 
 @pytest.mark.parametrize(
+    ("family", "change", "product"),
+    [
+        ("llama", {"vocab_size": 2**31 - 1, "hidden_size": 2**30, "head_dim": 4},
+         "vocab_size=2147483647 * d_model=1073741824"),
+        ("llama", {"num_attention_heads": 2**31 - 1, "num_key_value_heads": 2**31 - 1, "head_dim": 2**31 - 2},
+         "layers=2 * heads of q, k, v, out=8589934588 * head_dim=2147483646"),
+        ("olmoe", {"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 8},
+         "experts=4 * matrices=3 * d_expert=2147483647 * d_model=2147483640"),
+    ],
+)  # fmt: skip
+def test_sizes_that_multiply_to_more_than_memory_are_refused_by_name(family, change, product, tmp_path):
+    """Each alone is legal; some of the products fit no 64 bits."""
+    folder = write(tmp_path / "huge", config_of(family) | change, tensors_of(family))
+    with pytest.raises(ValueError, match=f"ask for [0-9,]* bytes of weights at 32 bits a number.*{re.escape(product)}"):
+        load(folder)
+
+
+def test_a_json_file_that_is_too_large_is_not_read(llama):
+    with open(llama[0] / "config.json", "wb") as file:
+        file.truncate(2**28 + 1)  # sparse
+    with pytest.raises(ValueError, match="config.json cannot be read: it has 268,435,457 bytes, more than"):
+        load(llama[0])
+
+
+def test_a_folder_larger_than_memory_is_refused_before_it_is_read(llama, monkeypatch):
+    folder, _, tensors = llama
+    numbers = sum(a.size for a in tensors.values() if a.ndim == 2)
+    assert hf.memory_bytes() > 2**28  # of any machine; in bytes, not pages
+    monkeypatch.setattr(hf, "memory_bytes", lambda: 4 * numbers - 1)
+    with pytest.raises(ValueError, match=f"ask for {4 * numbers:,} bytes .* can have {4 * numbers - 1:,} bytes"):
+        load(folder)
+    load(folder, jnp.bfloat16)
+    monkeypatch.setattr(hf, "memory_bytes", lambda: 4 * numbers)
+    load(folder)
+
+
+@pytest.mark.parametrize(
     ("family", "change", "message"),
     [
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*llama3"),

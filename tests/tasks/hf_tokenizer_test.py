@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ from quads_jax.config import TrainConfig, WarmStartConfig, from_json
 from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.step import setup, supervised_batch
 from quads_jax.tasks import Jsonl, Mixture, hf_tokenizer
-from quads_jax.tasks.hf_tokenizer import HfTokenizer, PromptError, folder_sha256
+from quads_jax.tasks.hf_tokenizer import HfTokenizer, TextError, folder_sha256
+from quads_jax.tasks.jsonl import CHARACTERS
+from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
+from quads_jax.tasks.workers import Outcome, Workers
 from tests.tiny import MODEL
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, see requirements.txt")
 pytest.importorskip("jinja2", reason="needs jinja2, see requirements.txt")
 
+JOB = hf_tokenizer.Path(hf_tokenizer.__file__).with_name("hf_encoding.py")
 SIZE = 297  # ids of the tokenizer below
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 CHATML = (
@@ -140,6 +145,23 @@ def test_truncation_and_padding_of_the_file_are_left_out(folder, bpe):
     assert prompt == tokenizers.Tokenizer.from_str(bpe).encode(text, add_special_tokens=False).ids
 
 
+def test_the_hub_files_of_a_character_tokenizer_give_its_ids(folder):
+    """To the library, and with bos to a prompt; a character that it lacks is refused by both."""
+    for alphabet in ("0123456789+-,=", CHARACTERS + "é😀\u2028\r"):
+        chars = CharTokenizer(alphabet)
+        files = {name: json.dumps(content) for name, content in hub_files(chars).items()}
+        path = folder(f"hub{len(alphabet)}", tokenizer=files.pop("tokenizer.json"), **files)
+        ours, text = read(path), alphabet + alphabet[::-1] + 2 * alphabet[0]
+        assert library(path).encode(text).ids == [chars.bos_id, *chars.encode(text)] == ours.encode_prompts([text])[0]
+        assert library(path).decode(chars.encode(text)) == ours.decode([*chars.encode(text), 2, 5]) == text
+        special = (chars.pad_id, chars.eos_id, chars.stop_ids, chars.vocab_size)
+        assert (ours.pad_id, ours.eos_id, ours.stop_ids, ours.vocab_size) == special
+        for tokenizer in (ours, chars):
+            with pytest.raises(ValueError, match="cannot encode"):
+                tokenizer.encode("1ß")
+    assert ours.encode("<eos>") == chars.encode("<eos>")  # spelt out it is text
+
+
 # Special ids --------------------------------------------------------------------------------------------------------
 
 SPECIALS = {  # files -> (eos, pad, stop)
@@ -206,6 +228,14 @@ def test_bad_files_are_named(name, folder, file):
         _ = read(path).stop_ids
     with pytest.raises(ValueError, match="jsonl: tokenizer_dir: .*" + message):
         _ = Jsonl(file=file, tokenizer_dir=path).prompt_len
+
+
+def test_a_file_that_is_too_large_is_not_read(folder):
+    path = folder()
+    with open(f"{path}/special_tokens_map.json", "wb") as file:
+        file.truncate(2**28 + 1)  # sparse
+    with pytest.raises(ValueError, match="special_tokens_map.json' has 268,435,457 bytes, more than"):
+        folder_sha256(path)
 
 
 def test_a_folder_without_or_with_another_tokenizer(folder, tmp_path):
@@ -331,12 +361,58 @@ HOSTILE = {
 
 @pytest.mark.parametrize("template", HOSTILE)
 def test_hostile_templates_end_with_an_error_that_names_the_line(template, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_tokenizer, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", Workers(JOB, seconds=0.5))
     ran = tmp_path / "ran"
     path = folder(**{"chat_template.jinja": template.replace("RAN", str(ran))})
-    with pytest.raises(PromptError, match=HOSTILE[template]):
+    with pytest.raises(TextError, match=HOSTILE[template]):
         read(path).encode_prompts(["12+3="])
     assert not ran.exists()
+
+
+DOUBLE = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "1"}, "content": "11"}] * 40}
+FAULTS = {  # what of the tokenizer.json is replaced, the template, what is then asked, what the error says
+    "reading panics": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AwA="}}, None, "eos_id", "is not read"
+    ),
+    "normalizer doubles": ({"normalizer": DOUBLE}, None, "prompts", "LIMITS"),
+    "normalizer doubles what a template shows": ({"normalizer": DOUBLE}, CHATML, "prompts", "LIMITS"),
+    "decoder doubles": ({"decoder": {"type": "Sequence", "decoders": DOUBLE["normalizers"]}}, None, "decode", "LIMITS"),
+    "decoder panics": (
+        {"decoder": {"type": "Strip", "content": "1", "start": 1, "stop": 1}}, None, "decode", "slice index"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_hostile_tokenizers_end_with_an_error_that_names_the_file_and_the_limit(name, folder, bpe, monkeypatch):
+    """The doubled text would have 2^40 characters."""
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", Workers(JOB, seconds=0.5))
+    monkeypatch.setattr(hf_tokenizer, "SECONDS", 0.5)
+    change, template, asked, said = FAULTS[name]
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    path = folder(tokenizer=json.dumps(json.loads(bpe) | change), tokenizer_config=config)
+    ours = read(path)
+    calls = {
+        "eos_id": lambda: ours.eos_id,
+        "prompts": lambda: ours.encode_prompts(["0", "1"]),
+        "decode": lambda: ours.decode_all([ours.encode("0"), ours.encode("1")]),
+    }
+    said = said.replace("LIMITS", "has 0.5 seconds and 2048 MiB of memory")
+    with pytest.raises(ValueError, match=rf"^'{path}/tokenizer.json' .*{said}"):
+        calls[asked]()
+
+
+def test_a_process_that_something_else_ended_costs_no_run(folder, monkeypatch):
+    """Such as the kernel, for want of memory: another one is asked once more."""
+    ours, pool = read(folder()), hf_tokenizer._WORKERS
+    ids = ours.encode("12+3=")
+    faults = [Outcome(fault="crash", detail="its process ended")]
+    fake = types.SimpleNamespace(run=lambda values: [faults.pop()] if faults else pool.run(values))
+    monkeypatch.setattr(hf_tokenizer, "_WORKERS", fake)
+    assert ours.encode("12+3=") == ids and not faults
+    faults += [Outcome(fault="crash", detail="its process ended")] * 2
+    with pytest.raises(ValueError, match="tokenizer.json' cannot be used: its process ended; a process has 30 seconds"):
+        ours.encode("12+3=")
 
 
 def test_the_prompt_at_fault_is_named(folder):
@@ -344,7 +420,7 @@ def test_the_prompt_at_fault_is_named(folder):
         "{% if messages[0].content == '77' %}{{ raise_exception('unlucky') }}{% endif %}{{ messages[0].content }}"
     )
     ours = read(folder(**{"chat_template.jinja": template}))
-    with pytest.raises(PromptError, match="unlucky") as caught:
+    with pytest.raises(TextError, match="unlucky") as caught:
         ours.encode_prompts([str(i) for i in range(600)])
     assert caught.value.at == 77
     many = [str(i) for i in range(100, 900)]  # more than one request has
