@@ -50,7 +50,9 @@ flags.DEFINE_multi_string(
 flags.DEFINE_string(
     "config", None, "train, warm_start, evaluate, sweep: begin with a config.json of this kind, not with the defaults."
 )
-flags.DEFINE_bool("resume", False, "main, train: continue the job in --workdir, or start it if there is none yet.")
+flags.DEFINE_bool(
+    "resume", False, "main, train, step_time: continue the job in --workdir, or start it if there is none yet."
+)
 flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a sweep's commands, and stop.")
 flags.DEFINE_bool(
     "deterministic",
@@ -103,7 +105,7 @@ flags.DEFINE_string(
     "(timeout_min is 1440 unless given); cluster=local runs the jobs on this machine.",
 )
 flags.DEFINE_string("warm_starts", None, "Sweep: the folder that keeps its warm starts; default WORKDIR/warm_starts.")
-flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput: its tiny form, for a CPU.")
+flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput, step_time: its tiny form, for a CPU.")
 flags.DEFINE_string("figure", None, "paper: 1 to 7, 8a, table2, table3, table3_trained or dual_clip.")
 
 

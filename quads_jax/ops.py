@@ -120,7 +120,8 @@ def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
 
 
 def _decoded(w: BlockTensor, dtype: str) -> Operand:
-    return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == _PERMUTED)
+    with jax.named_scope("dequantize"):
+        return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == _PERMUTED)
 
 
 def _check_packed_for(w: Operand | Arranged, p: LayerPrecision) -> Any:
@@ -139,8 +140,10 @@ def _weight_operand(w: Array | BlockTensor | Operand, p: LayerPrecision, order: 
         return _check_packed_for(_decoded(w, dtype) if isinstance(w, BlockTensor) else w, p)
     if p.weight is None:
         return Operand(_in_order(w, p, order).astype(dtype), None)
-    values, scale = tensor.quantize_values(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
-    return Operand(values.astype(dtype), scale)
+    with jax.named_scope("quantize"):
+        w = _in_order(round_bf16(w), p, order)
+        values, scale = tensor.quantize_values(w, p.weight, unit=weight_unit(p.weight))
+        return Operand(values.astype(dtype), scale)
 
 
 class _Activation(NamedTuple):
@@ -191,6 +194,11 @@ def _activation(
         x = _permute(x, _need(order), ids)
     if p.activation is None:
         return _Activation(x.astype(dtype), None, 0, None)
+    with jax.named_scope("quantize"):
+        return _quantized_activation(x, p, order, ids, active, dtype)
+
+
+def _quantized_activation(x, p, order, ids, active, dtype) -> _Activation:
     x = _quantizer_input(x, dtype)
     width = x.shape[-1]
     channels = 0 if p.residual is None else rac.num_channels(p.residual.ratio, width)
@@ -260,9 +268,10 @@ def residual_statistics(
 
 def _dense_dot(x: Array, w: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
+    with jax.named_scope("multiply"):
+        return jax.lax.dot_general(
+            x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        )
 
 
 def _epilogue(x: _Activation, w: Operand, w_scale: Array | None, dot: Callable[[Array, Array], Array]) -> Array:
@@ -466,7 +475,7 @@ def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
     x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
     xa, wo = _activation(x, p, order, ids, active, dtype), _weight_operand(w, p, order, dtype)
     row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
-    dot = choose(implementation).dot
+    dot = jax.named_scope("multiply")(choose(implementation).dot)
     y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes, block))
     return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
 
@@ -475,8 +484,9 @@ def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
     impl = choose(implementation)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
-    dx = impl.dot_transposed(gx, wo.values, sizes, block)
-    dw = impl.outer(g.astype(dtype), x_used, sizes, block)
+    with jax.named_scope("multiply"):
+        dx = impl.dot_transposed(gx, wo.values, sizes, block)
+        dw = impl.outer(g.astype(dtype), x_used, sizes, block)
     if p.permuted:
         inverse = jnp.argsort(order, axis=-1)
         dx, dw = _permute(dx, inverse, ids), permute_weight(dw, inverse)
