@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ UPDATE = Parts(
     "rest",
 )
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', re.M)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_FUSION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .* fusion\(.*calls=%?([\w.\-]+)")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas")
 
 
@@ -71,11 +74,25 @@ def phase_of(op_name: str, parts: Parts = DECODE) -> str:
 
 
 def instruction_phases(hlo: str, parts: Parts = DECODE) -> dict[str, str]:
-    """Instruction -> phase, of a compiled program's text. Kernel names have _ for each . and - of an instruction's."""
-    found = {}
-    for name, op_name in _INSTRUCTION.findall(hlo):
-        found[name] = found[re.sub(r"[.\-]", "_", name)] = phase_of(op_name, parts)
-    return found
+    """Instruction -> phase, of a compiled program's text; a fusion without op_name is where most of what it fuses is.
+    Kernel names have _ for each . and - of an instruction's.
+    """
+    found: dict[str, str] = {}
+    fused: dict[str, str] = {}
+    inside: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    computation = ""
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header[1]
+        elif named := _INSTRUCTION.match(line):
+            found[named[1]] = phase = phase_of(named[2], parts)
+            inside[computation][phase] += phase != "rest"
+        elif fusion := _FUSION.match(line):
+            fused[fusion[1]] = fusion[2]
+    for name, calls in fused.items():
+        if most := inside[calls].most_common(1):
+            found[name] = most[0][0]
+    return found | {re.sub(r"[.\-]", "_", name): phase for name, phase in found.items()}
 
 
 def kernels(trace: Any) -> Iterator[Kernel]:
