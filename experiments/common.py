@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Exit code of a job that SIGTERM or SIGINT stopped after a whole step: the same command with --resume continues it. A
 # second signal ends the process at once, by that signal; --resume then continues from the last checkpoint.
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
+COMPILERS = 4  # programs that measurements compile at once
 
 flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-TIME.")
 flags.DEFINE_multi_string(
@@ -238,6 +239,11 @@ def command(experiment: str) -> str:
     return shlex.join(
         ["python", "launch.py", *([] if experiment == "main" else [f"--experiment={experiment}"]), *arguments]
     )
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an error says, short enough for a table."""
+    return str(error).partition("\n")[0][:300]
 
 
 def device() -> str:

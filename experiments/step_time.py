@@ -24,7 +24,6 @@ from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.implementations import check_device
 from quads_jax.metrics import duration
 
-COMPILERS = 4  # programs compiled at once
 SMOKE = StepTimeConfig(
     model="tiny",
     variants=("BF16", "QUADS:0.5", "QUADS:0.5+grouped_mosaic"),
@@ -86,7 +85,7 @@ class Ready:
             for name in cell.needs:
                 check_device(name)
         except RuntimeError as error:
-            self.refused = {"skipped": first_line(error)}
+            self.refused = {"skipped": common.first_line(error)}
             return
         try:
             built, self._measure = cell.build()
@@ -108,17 +107,13 @@ class Ready:
             with memory_phase("step_time", "take a smaller batch"):
                 return self._measure({name: future.result() for name, future in self._programs.items()})
         except OutOfMemory as error:
-            return {"failed": f"out of memory: {first_line(error.__cause__)}"}
-        except jax.errors.JaxRuntimeError as error:
-            return {"failed": f"on the device: {first_line(error)}"}
+            return {"failed": f"out of memory: {common.first_line(error.__cause__)}"}
+        except (jax.errors.JaxRuntimeError, FloatingPointError) as error:
+            return {"failed": f"{type(error).__name__}: {common.first_line(error)}"}
 
 
 def _not_compiled(error: BaseException) -> Row:
-    return {"failed": f"not compiled: {type(error).__name__}: {first_line(error)}"}
-
-
-def first_line(error: BaseException | None) -> str:
-    return str(error).partition("\n")[0][:300]
+    return {"failed": f"not compiled: {type(error).__name__}: {common.first_line(error)}"}
 
 
 def measure(planned: list[Cell], rows: list[Row], budget: float, keep: Callable[[Row], None]) -> list[Row]:
@@ -126,7 +121,7 @@ def measure(planned: list[Cell], rows: list[Row], budget: float, keep: Callable[
     `budget` seconds are over {"failed": ...}, which is not kept.
     """
     started, held = time.perf_counter(), {(row["kind"], row["variant"]): row for row in rows}
-    with ThreadPoolExecutor(COMPILERS) as pool:
+    with ThreadPoolExecutor(common.COMPILERS) as pool:
         programs: dict[Callable, Future] = {}
         ready = [Ready(cell, pool, programs) for cell in planned if cell.key not in held]
     began = time.perf_counter()

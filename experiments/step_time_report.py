@@ -107,7 +107,8 @@ def _parts(rows: list[Row], program: str) -> str:
         [r["variant"], *(_ms(r[f"phase/{program}/{n}"]) for n in names), f"{r[f'launches/{program}']:.0f}"]
         for r in rows
     ]
-    title = f"Kernels of one {program} in ms, from a trace; gaps: its wall time less the time the device was busy."
+    title = f"Kernels of one {program} in ms, from a trace; gaps: its wall time less the time the device was busy"
+    title += ", which for pack holds the comparison with the weights before." if program == "pack" else "."
     return _table(title, ["variant", *names, "launches"], body)
 
 
