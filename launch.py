@@ -19,6 +19,7 @@ EXPERIMENTS = {
     "quantizer_speed": "experiments.quantizer_speed",
     "batch_shape": "experiments.batch_shape",
     "throughput": "experiments.throughput",
+    "step_time": "experiments.step_time",
     "generate": "experiments.generate",
     "sweep": "experiments.sweep",
     "paper": "experiments.paper.main",

@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Exit code of a job that SIGTERM or SIGINT stopped after a whole step: the same command with --resume continues it. A
 # second signal ends the process at once, by that signal; --resume then continues from the last checkpoint.
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
+COMPILERS = 4  # programs that measurements compile at once
 
 flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-TIME.")
 flags.DEFINE_multi_string(
@@ -51,7 +52,9 @@ flags.DEFINE_multi_string(
 flags.DEFINE_string(
     "config", None, "train, warm_start, evaluate, sweep: begin with a config.json of this kind, not with the defaults."
 )
-flags.DEFINE_bool("resume", False, "main, train: continue the job in --workdir, or start it if there is none yet.")
+flags.DEFINE_bool(
+    "resume", False, "main, train, step_time: continue the job in --workdir, or start it if there is none yet."
+)
 flags.DEFINE_bool("dry_run", False, "Print the resolved config as JSON, or a sweep's commands, and stop.")
 flags.DEFINE_bool(
     "deterministic",
@@ -104,7 +107,7 @@ flags.DEFINE_string(
     "(timeout_min is 1440 unless given); cluster=local runs the jobs on this machine.",
 )
 flags.DEFINE_string("warm_starts", None, "Sweep: the folder that keeps its warm starts; default WORKDIR/warm_starts.")
-flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput: its tiny form, for a CPU.")
+flags.DEFINE_bool("smoke", False, "Named sweep, paper, throughput, step_time: its tiny form, for a CPU.")
 flags.DEFINE_string("figure", None, "paper: 1 to 7, 8a, table2, table3, table3_trained or dual_clip.")
 
 
@@ -249,6 +252,11 @@ def command(experiment: str) -> str:
     return shlex.join(
         ["python", "launch.py", *([] if experiment == "main" else [f"--experiment={experiment}"]), *arguments]
     )
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an error says, short enough for a table."""
+    return str(error).partition("\n")[0][:300]
 
 
 def device() -> str:

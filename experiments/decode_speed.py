@@ -52,8 +52,7 @@ def decode(
         replay = None if taken is None else lax.dynamic_index_in_dim(taken, i, keepdims=False)
         inputs = {"positions": at[:, None], "cache": cache, "index": at, "key_valid": valid, "active": active}
         made = routes.apply(decoder, variables, token[:, None], active, replay=replay, last_only=True, **inputs)
-        with jax.named_scope("sampling"):
-            drawn = sample(jax.vmap(jax.random.fold_in, (0, None))(keys, i), made[0][:, 0], SAMPLING)[0]
+        drawn = sample(jax.vmap(jax.random.fold_in, (0, None))(keys, i), made[0][:, 0], SAMPLING)[0]
         return drawn, made[1]
 
     return lax.fori_loop(0, rounds, step, (_tokens(model, batch), cache))[0]

@@ -1,7 +1,7 @@
 """PyTorch's transformers on a model of OLMoE-1B-7B's or Qwen3-30B-A3B's sizes, random weights, BF16: decode tokens a
-second, the peer of `--experiment=throughput`. Run as a file; needs torch and transformers, nothing of this project.
+second, the peer of `--experiment=throughput`. Needs torch and transformers, of this project the models' sizes alone.
 
-    python experiments/peer_transformers.py --model=olmoe-1b-7b --batch=64 --context=512
+    python -m experiments.peer_transformers --model=olmoe-1b-7b --batch=64 --context=512
 
 A time is a slope: `generate` of MANY new tokens less that of FEW, so that prefill drops out.
 """
@@ -9,44 +9,27 @@ A time is a slope: `generate` of MANY new tokens less that of FEW, so that prefi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
+from typing import Any
+
+from quads_jax.models.presets import MODELS, write_config
 
 FEW, MANY, REPEATS = 16, 80, 3
+FAMILIES = {"olmoe-1b-7b": "olmoe", "qwen3-30b-a3b": "qwen3_moe"}
 
 
-def config(name: str, layers: int | None):
-    import transformers
-
-    if name == "olmoe-1b-7b":
-        return transformers.OlmoeConfig(
-            vocab_size=50304,
-            hidden_size=2048,
-            intermediate_size=1024,
-            num_hidden_layers=layers or 16,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            num_experts=64,
-            num_experts_per_tok=8,
-        )
-    return transformers.Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers or 48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    )
+def config(name: str, layers: int | None) -> dict[str, Any]:
+    """The config.json of a model, with fewer layers where `layers` says so."""
+    model = MODELS[name]
+    return write_config(FAMILIES[name], dataclasses.replace(model, layers=layers or model.layers))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="olmoe-1b-7b", choices=("olmoe-1b-7b", "qwen3-30b-a3b"))
+    parser.add_argument("--model", default="olmoe-1b-7b", choices=tuple(FAMILIES))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, help="fewer than the model has")
@@ -56,10 +39,12 @@ def main() -> None:
     import transformers
 
     torch.manual_seed(0)
+    said = config(args.model, args.layers)
+    sizes = transformers.CONFIG_MAPPING[said["model_type"]].from_dict(said)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = transformers.AutoModelForCausalLM.from_config(
-            config(args.model, args.layers), dtype=torch.bfloat16, attn_implementation="sdpa"
+            sizes, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
     tokens = torch.randint(100, 50000, (args.batch, args.context), device="cuda")
     extra = {} if args.cache is None else {"cache_implementation": args.cache}

@@ -1,7 +1,8 @@
-"""Where a device's time goes: kernels of a profiler trace by the part of the model that they belong to."""
+"""Where a device's time goes: kernels of a profiler trace by the part of the program that they belong to."""
 
 from __future__ import annotations
 
+import collections
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,17 +11,51 @@ from typing import Any, NamedTuple
 
 import jax
 
-PHASES = ("attention", "dense GEMM", "expert GEMM", "quantize", "routing", "sampling", "rest")
-_RULES = (  # of an instruction's op_name, the first that is found
-    ("sampling", r"/sampling/"),
-    ("quantize", r"/quantize/|quantize_residual"),
-    ("expert GEMM", r"/experts/(.*/)?multiply/"),
-    ("dense GEMM", r"/multiply/"),
-    ("dense GEMM", r"/head/|btd,vd->btv"),
-    ("routing", r"/moe/"),
-    ("attention", r"/attention/"),
+
+class Parts(NamedTuple):
+    """What a program is divided into. names: all, "rest" last; rules: (name, expression) of an instruction's op_name,
+    the first that is found; gemm: where a GEMM goes whose instruction is not known.
+    """
+
+    names: tuple[str, ...]
+    rules: tuple[tuple[str, str], ...]
+    gemm: str
+
+
+_QUANTIZE = r"/(de)?quantize/|quantize_residual"
+_EXPERTS = r"/experts/(.*/)?multiply/"
+DECODE = Parts(
+    ("attention", "dense GEMM", "expert GEMM", "quantize", "routing", "sampling", "rest"),
+    (
+        ("sampling", r"/sampling/"),
+        ("quantize", _QUANTIZE),
+        ("expert GEMM", _EXPERTS),
+        ("dense GEMM", r"/multiply/"),
+        ("dense GEMM", r"/head/|btd,vd->btv"),
+        ("routing", r"/moe/"),
+        ("attention", r"/attention/"),
+    ),
+    "dense GEMM",
+)
+# Of `rl.update`: expert GEMMs of the forward passes of the score and of the gradient are one, what else is in these
+# passes stands by itself; the backward pass holds the sums over microbatches.
+UPDATE = Parts(
+    ("score", "forward", "backward", "expert GEMM", "expert GEMM back", "quantize", "optimizer", "rest"),
+    (
+        ("quantize", _QUANTIZE),
+        ("optimizer", r"/optimizer/"),
+        ("expert GEMM back", r"transpose\(jvp\(.*" + _EXPERTS),
+        ("expert GEMM", _EXPERTS),
+        ("backward", r"transpose\(jvp\("),
+        ("score", r"/score/"),
+        ("forward", r"/gradient/.*(jvp\(|/run_\d+/|/jit\(log_softmax\)/)"),
+        ("backward", r"/gradient/"),
+    ),
+    "rest",
 )
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', re.M)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_FUSION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .* fusion\(.*calls=%?([\w.\-]+)")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas")
 
 
@@ -33,17 +68,31 @@ class Kernel(NamedTuple):
     seconds: float
 
 
-def phase_of(op_name: str) -> str:
+def phase_of(op_name: str, parts: Parts = DECODE) -> str:
     """The phase of an instruction by its path of scopes."""
-    return next((phase for phase, rule in _RULES if re.search(rule, op_name)), "rest")
+    return next((phase for phase, rule in parts.rules if re.search(rule, op_name)), "rest")
 
 
-def instruction_phases(hlo: str) -> dict[str, str]:
-    """Instruction -> phase, of a compiled program's text. Kernel names have _ for each . and - of an instruction's."""
-    found = {}
-    for name, op_name in _INSTRUCTION.findall(hlo):
-        found[name] = found[re.sub(r"[.\-]", "_", name)] = phase_of(op_name)
-    return found
+def instruction_phases(hlo: str, parts: Parts = DECODE) -> dict[str, str]:
+    """Instruction -> phase, of a compiled program's text; a fusion without op_name is where most of what it fuses is.
+    Kernel names have _ for each . and - of an instruction's.
+    """
+    found: dict[str, str] = {}
+    fused: dict[str, str] = {}
+    inside: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    computation = ""
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header[1]
+        elif named := _INSTRUCTION.match(line):
+            found[named[1]] = phase = phase_of(named[2], parts)
+            inside[computation][phase] += phase != "rest"
+        elif fusion := _FUSION.match(line):
+            fused[fusion[1]] = fusion[2]
+    for name, calls in fused.items():
+        if most := inside[calls].most_common(1):
+            found[name] = most[0][0]
+    return found | {re.sub(r"[.\-]", "_", name): phase for name, phase in found.items()}
 
 
 def kernels(trace: Any) -> Iterator[Kernel]:
@@ -59,16 +108,16 @@ def kernels(trace: Any) -> Iterator[Kernel]:
                 yield Kernel(event.name, op, 1e-9 * event.start_ns, 1e-9 * event.duration_ns)
 
 
-def summed(found: list[Kernel], phases: dict[str, str], rounds: int) -> dict[str, float]:
+def summed(found: list[Kernel], phases: dict[str, str], rounds: int, parts: Parts = DECODE) -> dict[str, float]:
     """Seconds a round by phase, "busy" (of the device; less than their sum where kernels overlap), "unattributed" (of
-    the sum: GEMMs whose instruction is not known, which lie in "dense GEMM"), and "launches" a round.
+    the sum: GEMMs whose instruction is not known, which lie in `parts.gemm`), and "launches" a round.
     """
-    total = dict.fromkeys(PHASES, 0.0) | {"unattributed": 0.0}
+    total = dict.fromkeys(parts.names, 0.0) | {"unattributed": 0.0}
     for kernel in found:
         known = phases.get(kernel.op) or phases.get(kernel.name)
         if known is None and _GEMM.search(kernel.name):
             total["unattributed"] += kernel.seconds / rounds
-            known = "dense GEMM"
+            known = parts.gemm
         total[known or "rest"] += kernel.seconds / rounds
     busy, end = 0.0, 0.0
     for kernel in sorted(found, key=lambda k: k.start):

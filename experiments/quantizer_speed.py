@@ -1,23 +1,22 @@
 """Speed of the NVFP4 quantizer, XLA's and on a GPU the Pallas kernel, beside a copy of as many bytes, at 16 M elements.
 
-A time is a slope: a program that goes MANY times over TENSORS tensors minus one that goes FEW times, in one loop on the
-device, so that dispatch and the allocation of results (8 to 19 us a tensor where each was returned) cancel.
+A time is a slope as in `pallas_kernels.timing`, MANY times over TENSORS tensors minus FEW times: dispatch and the
+allocation of results (8 to 19 us a tensor where each was returned) cancel.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from experiments import common
+from pallas_kernels import timing
 from pallas_kernels.quantize import pallas_triton
 from quads_jax.quant.formats import NVFP4
 from quads_jax.quant.tensor import dequantize, quantize
@@ -28,32 +27,10 @@ ROUNDS = {"cpu": (1, 2), "gpu": (4, 20)}  # FEW, MANY
 REPEATS = 40
 
 
-def program(fn: Callable, rounds: int, operands: list[Any]) -> Callable[[], float]:
-    """A function that returns the seconds of one run of fn on every operand, `rounds` times over, in one program."""
-
-    def run(operands, results):
-        def once(_, carry):
-            operands, _ = lax.optimization_barrier(carry)  # keeps the work in the loop
-            return operands, [fn(x) for x in operands]
-
-        return lax.fori_loop(0, rounds, once, (operands, results))[1]
-
-    results = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, x)) for x in operands]
-    compiled = jax.jit(run, donate_argnums=1).lower(operands, results).compile()
-
-    def timed() -> float:
-        nonlocal results
-        start = time.perf_counter()
-        results = jax.block_until_ready(compiled(operands, results))
-        return time.perf_counter() - start
-
-    timed()
-    return timed
-
-
 def microseconds(cases: dict[str, tuple[Callable, list[Any]]], few: int, many: int) -> dict[str, np.ndarray]:
     """name -> (fn, operands) to name -> f64[REPEATS] of microseconds an operand; the programs take turns."""
-    programs = {name: [program(fn, rounds, xs) for rounds in (few, many)] for name, (fn, xs) in cases.items()}
+    sets = {name: [(x,) for x in xs] for name, (_, xs) in cases.items()}
+    programs = {n: [timing.looped(fn, sets[n], rounds) for rounds in (few, many)] for n, (fn, _) in cases.items()}
     seconds = np.array([[[p() for p in pair] for pair in programs.values()] for _ in range(REPEATS)])
     slopes = 1e6 * (seconds[..., 1] - seconds[..., 0]) / ((many - few) * TENSORS)
     return dict(zip(programs, slopes.T, strict=True))

@@ -30,7 +30,6 @@ from quads_jax.precision import Precision
 from quads_jax.random_weights import random_packed
 from quads_jax.rl.engine import check_engine
 
-COMPILERS = 4  # programs compiled at once
 TINY = {"tiny": WarmStartConfig().model}  # the shipped checkpoint's
 
 SMOKE = ThroughputConfig(
@@ -93,18 +92,14 @@ def measured(cell: Callable[[], Row]) -> Row:
         with memory_phase("throughput", "take a smaller batch, context or model"):
             return cell()
     except OutOfMemory as error:
-        return {"failed": f"out of memory: {first_line(error.__cause__)}"}
+        return {"failed": f"out of memory: {common.first_line(error.__cause__)}"}
     except NotCompiled as error:
-        return {"failed": f"not compiled: {first_line(error)}"}
-
-
-def first_line(error: BaseException | None) -> str:
-    return str(error).partition("\n")[0][:300]
+        return {"failed": f"not compiled: {common.first_line(error)}"}
 
 
 def compiled(planned: list[tuple[Precision, list[Cell]]]) -> list[list[dict[str, Future]]]:
-    """The programs of every cell, being compiled, COMPILERS at once."""
-    pool = ThreadPoolExecutor(COMPILERS)
+    """The programs of every cell, being compiled, several at once."""
+    pool = ThreadPoolExecutor(common.COMPILERS)
 
     def start(program: Callable[[], Any]) -> Future:
         future: Future = Future()

@@ -171,7 +171,7 @@ def _decode_cell(
             **({"bound_seconds": roofline.least_seconds(parts)} if jax.default_backend() == "gpu" else {}),
             **({"launches": spent["launches"], "busy_seconds": spent["busy"]} if found else {}),
             **({"gap_seconds": times.seconds - spent["busy"]} if found else {}),
-            **({f"seconds/{name}": spent[name] for name in (*phases.PHASES, "unattributed")} if found else {}),
+            **({f"seconds/{name}": spent[name] for name in (*phases.DECODE.names, "unattributed")} if found else {}),
         }
 
     def program() -> Any:

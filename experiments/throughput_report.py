@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.phases import PHASES
+from experiments.phases import DECODE
 
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ def markdown(rows: list[Row]) -> str:
     """
     timed = [r for r in rows if r["kind"] != "batching"]
     names = ["what", "recipe", "batch", "context", "tokens/s", "over FP8", "over W4A4", "ms", "bound", "launches"]
-    names += [*PHASES, "gaps"]
+    names += [*DECODE.names, "gaps"]
     lines = [f"| {' | '.join(names)} |", "| --- | --- |" + " ---: |" * (len(names) - 2)]
     peers = {(r["recipe"], *_cell(r)): r for r in timed} | {("FP8", *key): r for key, r in fp8_peers(rows).items()}
     for row in timed:
@@ -75,7 +75,7 @@ def markdown(rows: list[Row]) -> str:
             continue
         over = [_ratio(row, peers.get((name, *_cell(row)))) for name in ("FP8", "NAIVE")]
         bound = f"{row['seconds'] / row['bound_seconds']:.2f}x" if "bound_seconds" in row else ""
-        parts = [*(row.get(f"seconds/{name}") for name in PHASES), row.get("gap_seconds")]
+        parts = [*(row.get(f"seconds/{name}") for name in DECODE.names), row.get("gap_seconds")]
         if row["kind"] == "products":
             parts = [f"{k.partition('/')[2]} {1e3 * v:.3f}" for k, v in row.items() if k.startswith("seconds/")]
         else:
@@ -147,7 +147,7 @@ def draw(rows: list[Row], path: Path) -> None:
 def _draw_phases(axes: Any, rows: list[Row]) -> None:
     names = [f"{r['recipe']}\nB {r['batch']}\nC {r['context']}" for r in rows]
     base = [0.0] * len(rows)
-    for phase in (*PHASES, "gaps"):
+    for phase in (*DECODE.names, "gaps"):
         part = [1e3 * (r["gap_seconds"] if phase == "gaps" else r[f"seconds/{phase}"]) for r in rows]
         axes.bar(range(len(rows)), part, bottom=base, label=phase, color="#dddddd" if phase == "gaps" else None)
         base = [a + b for a, b in zip(base, part, strict=True)]

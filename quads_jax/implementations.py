@@ -86,14 +86,14 @@ IMPLEMENTATIONS: dict[str, Grouped] = {
 
 
 def _grouped_mosaic() -> Grouped:
-    _need_hopper("grouped_mosaic", "blocked")
+    check_device("grouped_mosaic")
     from pallas_kernels.grouped_gemm import mosaic
 
     return Grouped(mosaic.dot, mosaic.outer, functools.partial(mosaic.dot, summed=1))
 
 
 def _tokamax() -> Grouped:
-    _need_hopper("tokamax", "blocked")
+    check_device("tokamax")
     from pallas_kernels.grouped_gemm import tokamax_gpu
 
     return Grouped(tokamax_gpu.dot, tokamax_gpu.outer, functools.partial(tokamax_gpu.dot, summed=1))
@@ -107,17 +107,28 @@ def _on_hopper() -> bool:
     return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
 
 
-def _need_hopper(implementation: str, other: str) -> None:
-    if not _on_hopper():
+# Those of Hopper GPUs: what to choose elsewhere.
+_ELSEWHERE = {
+    "grouped_mosaic": "blocked",
+    "tokamax": "blocked",
+    "fp4_mosaic": "fp4_reference",
+    "fp4_mosaic_unchecked": "fp4_reference",
+    "direct_mosaic": "direct_reference",
+}
+
+
+def check_device(implementation: str) -> None:
+    """Raises RuntimeError where an implementation of this name does not run on this process's device."""
+    if implementation in _ELSEWHERE and not _on_hopper():
         raise RuntimeError(
             f"implementation {implementation} runs on GPUs of compute capability 9, this is "
-            f"{jax.devices()[0].device_kind}: choose {other} or None"
+            f"{jax.devices()[0].device_kind}: choose {_ELSEWHERE[implementation]} or None"
         )
 
 
 def _fp4_mosaic() -> Any:
     """The Hopper kernel's module. Raises RuntimeError on another device."""
-    _need_hopper("fp4_mosaic", "fp4_reference")
+    check_device("fp4_mosaic")
     from pallas_kernels.fp4_gemm import mosaic  # Pallas' GPU backend, which nothing else needs
 
     return mosaic
@@ -210,7 +221,7 @@ def is_automatic(shape: tuple[int, ...]) -> bool:
 
 
 def _direct_mosaic(*args: Any, **kwargs: Any) -> Array:
-    _need_hopper("direct_mosaic", "direct_reference")
+    check_device("direct_mosaic")
     from pallas_kernels.direct_gemm import mosaic
 
     return mosaic.matmul(*args, **kwargs)

@@ -110,7 +110,8 @@ def prepare_weight(w: Array, p: LayerPrecision, order: Array | None = None) -> B
 
 def decoded(w: BlockTensor, dtype: str) -> Operand:
     """A packed weight, its values in the compute dtype."""
-    return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == PERMUTED)
+    with jax.named_scope("dequantize"):
+        return Operand(tensor.values(w).astype(dtype), w.global_scale, w.fmt, w.layout == PERMUTED)
 
 
 def check_packed_for(w: Operand | Arranged, p: LayerPrecision) -> Any:
@@ -131,8 +132,10 @@ def weight_operand(w: Array | BlockTensor | Operand, p: LayerPrecision, order: A
         return check_packed_for(decoded(w, dtype) if isinstance(w, BlockTensor) else w, p)
     if p.weight is None:
         return Operand(_in_order(w, p, order).astype(dtype), None)
-    values, scale = tensor.quantize_values(_in_order(round_bf16(w), p, order), p.weight, unit=weight_unit(p.weight))
-    return Operand(values.astype(dtype), scale)
+    with jax.named_scope("quantize"):
+        w = _in_order(round_bf16(w), p, order)
+        values, scale = tensor.quantize_values(w, p.weight, unit=weight_unit(p.weight))
+        return Operand(values.astype(dtype), scale)
 
 
 class Activation(NamedTuple):
@@ -184,6 +187,11 @@ def activation(
         x = permute(x, need(order), ids)
     if p.activation is None:
         return Activation(x.astype(dtype), None, 0, None)
+    with jax.named_scope("quantize"):
+        return _quantized(x, p, order, ids, active, dtype)
+
+
+def _quantized(x: Array, p: LayerPrecision, order: Any, ids: Any, active: Any, dtype: str) -> Activation:
     x = _quantizer_input(x, dtype)
     width = x.shape[-1]
     channels = 0 if p.residual is None else rac.num_channels(p.residual.ratio, width)

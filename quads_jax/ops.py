@@ -68,9 +68,10 @@ def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tu
 
 def _dense_dot(x: Array, w: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
+    with jax.named_scope("multiply"):
+        return jax.lax.dot_general(
+            x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        )
 
 
 def _epilogue(x: Activation, w: Operand, w_scale: Array | None, dot: Callable[[Array, Array], Array]) -> Array:
@@ -155,7 +156,7 @@ def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
     x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
     xa, wo = activation(x, p, order, ids, active, dtype), weight_operand(w, p, order, dtype)
     row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
-    dot = choose(implementation).dot
+    dot = jax.named_scope("multiply")(choose(implementation).dot)
     y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes, block))
     return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
 
@@ -164,8 +165,9 @@ def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
     impl = choose(implementation)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
-    dx = impl.dot_transposed(gx, wo.values, sizes, block)
-    dw = impl.outer(g.astype(dtype), x_used, sizes, block)
+    with jax.named_scope("multiply"):
+        dx = impl.dot_transposed(gx, wo.values, sizes, block)
+        dw = impl.outer(g.astype(dtype), x_used, sizes, block)
     if p.permuted:
         inverse = jnp.argsort(order, axis=-1)
         dx, dw = permute(dx, inverse, ids), permute_weight(dw, inverse)

@@ -1,6 +1,7 @@
 """The jitted phases of a run, each traced once (a second trace raises). Runs that agree on the arguments below share
 the compilation, hence the caches: keys are frozen configs and batch shapes, so a program never serves a configuration
-that it was not built for.
+that it was not built for. Those of a step have `.lower` as jitted functions do, for compilation ahead of the first call
+and for their text.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ def traced_once(fn: Callable, **jit_options: Any) -> Callable:
     return jax.jit(guarded, **jit_options)
 
 
+def _reading(program: Callable, arguments: Callable[..., tuple]) -> Callable:
+    """`program` on what `arguments` makes of a caller's; `.lower` likewise, as a jitted function has it."""
+
+    def run(*args: Any) -> Any:
+        return program(*arguments(*args))
+
+    run.lower = lambda *args: program.lower(*arguments(*args))
+    return run
+
+
 def read_orders(quant: Any, precision: Precision) -> Any:
     """The channel orders that a precision reads: {} for none, so that a side which reads none has one program, whatever
     the other side keeps.
@@ -55,7 +66,7 @@ def read_orders(quant: Any, precision: Precision) -> Any:
 def pack_program(model: ModelConfig, precision: Precision) -> Callable:
     """(params, quant) -> packed parameters."""
     program = traced_once(lambda params, quant: pack(params, quant, precision))
-    return lambda params, quant: program(params, read_orders(quant, precision))
+    return _reading(program, lambda params, quant: (params, read_orders(quant, precision)))
 
 
 @functools.cache
@@ -85,13 +96,13 @@ def rollout_program(
     fixed = functools.partial(rollout, model=model, precision=precision, sampling=sampling, pad_id=pad_id)
     program = traced_once(fixed)
     if not forcing:
-        return lambda packed, quant, *rest: program(packed, read_orders(quant, precision), *rest)
+        return _reading(program, lambda packed, quant, *rest: (packed, read_orders(quant, precision), *rest))
     drawn = np.full((shape[0], sampling.max_new_tokens), DRAWN, np.int32)
 
-    def run(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any, forced: Any = drawn):
-        return program(packed, read_orders(quant, precision), prompts, valid, key, version, forced)
+    def arguments(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any, forced: Any = drawn):
+        return packed, read_orders(quant, precision), prompts, valid, key, version, forced
 
-    return run
+    return _reading(program, arguments)
 
 
 @functools.cache
@@ -125,7 +136,7 @@ def engine_program(
     """(packed, quant, prompts i32[shape], valid, key, version, limits or none) -> `rl.engine.run_queue`."""
     static = {"model": model, "precision": precision, "sampling": sampling, "pad_id": pad_id}
     program = traced_once(functools.partial(run_queue, group=group, slots=slots, **static))
-    return lambda packed, quant, *rest: program(packed, read_orders(quant, precision), *rest)
+    return _reading(program, lambda packed, quant, *rest: (packed, read_orders(quant, precision), *rest))
 
 
 def continuous_program(
@@ -141,13 +152,16 @@ def continuous_program(
     row of a step: decode steps, and the share of their slots that held an unfinished request).
     """
     rows, prompt_len = shape
-    program = engine_program(model, precision, sampling, pad_id, (rows // group, prompt_len), group, slots)
+    every = engine_program(model, precision, sampling, pad_id, (rows // group, prompt_len), group, slots)
+    program = _reading(every, lambda packed, quant, prompts, valid, *rest: (
+        packed, quant, prompts[::group], valid[::group], *rest, None))  # fmt: skip
 
-    def run(packed: Any, quant: Any, prompts: Any, valid: Any, key: Any, version: Any):
-        batch, usage = program(packed, quant, prompts[::group], valid[::group], key, version, None)
+    def run(*args: Any):
+        batch, usage = program(*args)
         steps, busy = int(usage.decode_steps), int(usage.busy)
         return batch, {"engine/decode_steps": steps, "engine/slots_used": busy / (steps * slots) if steps else 1.0}
 
+    run.lower = program.lower
     return run
 
 
@@ -188,6 +202,9 @@ def update_program(
         new, metrics = program(state.replace(quant={}), batch)
         return new.replace(quant=state.quant), metrics
 
+    run.lower = lambda state, batch: program.lower(
+        state if precision.needs_order else state.replace(quant={}), batch
+    )
     return run
 
 

@@ -1,4 +1,4 @@
-"""Packed parameters of a model's sizes with random contents: for speed, where float32 masters would not fit."""
+"""Parameters of a model's sizes with random contents, for speed: float32 masters, or packed where those do not fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
@@ -21,6 +22,23 @@ from quads_jax.quant.tensor import BlockTensor
 from quads_jax.rl.calibration import channel_orders, channel_statistics
 
 Array = jax.Array
+
+
+def random_masters(model: ModelConfig, seed: int) -> Any:
+    """float32 parameters in the structure of `init_params`, made on the host, which compiles nothing: weights are
+    normal of variance 1/K, norms 1, biases 0.
+    """
+    rng = np.random.default_rng(seed)
+    fixed = {"scale": 1.0, "qkv_bias": 0.0}
+
+    def one(path: tuple, leaf: Any) -> np.ndarray:
+        name = leaf_name(path)[-1]
+        if name in fixed:
+            return np.full(leaf.shape, fixed[name], np.float32)
+        return rng.standard_normal(leaf.shape, np.float32) * np.float32(leaf.shape[-1] ** -0.5)
+
+    shapes = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def random_packed(model: ModelConfig, precision: Precision, seed: int) -> tuple[Any, Any]:

@@ -73,10 +73,12 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     return Setup(cfg, resolved, model, cfg.sampling(), (cfg.rollout.rows, cfg.task.prompt_len))
 
 
-def model_roles(model: ModelConfig) -> set[str]:
+@functools.cache
+def model_roles(model: ModelConfig) -> frozenset[str]:
     """The layer roles that a model has weights of."""
     abstract = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
-    return {r for path, _ in jax.tree_util.tree_leaves_with_path(abstract) if (r := gemm_role(leaf_name(path)))}
+    roles = (gemm_role(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(abstract))
+    return frozenset(role for role in roles if role)
 
 
 # Calibration and evaluation -------------------------------------------------------------------------------------------

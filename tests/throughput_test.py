@@ -167,6 +167,19 @@ HLO = """
   %custom-call.7 = f32[2]{0} custom-call(%fusion.3), metadata={op_name="jit(f)/run_0/moe/experts/multiply/pallas_call"}
   ROOT %gather.1 = f32[2]{0} gather(%x), metadata={op_name="jit(f)/run_0/moe/gather" source_line=3}
 """
+FUSED = """
+%fused_computation.1 (p: f32[2]) -> (f32[2], f32[2]) {
+  %p = f32[2]{0} parameter(0)
+  %a.1 = f32[2]{0} add(%p, %p), metadata={op_name="jit(f)/add"}
+  %a.2 = f32[2]{0} exponential(%a.1), metadata={op_name="jit(f)/sampling/exp"}
+  ROOT %tuple.1 = (f32[2]{0}, f32[2]{0}) tuple(%a.1, %a.2)
+}
+
+ENTRY %main.1 (x: f32[2]) -> (f32[2], f32[2]) {
+  %x = f32[2]{0} parameter(0)
+  ROOT %loop_fusion.2 = (f32[2]{0}, f32[2]{0}) fusion(%x), kind=kLoop, calls=%fused_computation.1
+}
+"""
 TRACE = """
 planes { name: "/device:GPU:0" lines { name: "Stream #13(Compute)" timestamp_ns: 1000
   events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "fusion.3" } }
@@ -179,6 +192,11 @@ planes { name: "/device:GPU:0" lines { name: "Stream #13(Compute)" timestamp_ns:
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }
 planes { name: "/host:CPU" lines { name: "Stream #1" events { metadata_id: 1 duration_ps: 5 } } }
 """
+
+
+def test_a_fusion_without_a_name_is_where_its_instructions_are():
+    found = phases.instruction_phases(FUSED)
+    assert found["loop_fusion.2"] == found["loop_fusion_2"] == "sampling" and found["a.1"] == "rest"
 
 
 def test_a_trace_by_phases():

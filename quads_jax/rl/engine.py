@@ -297,6 +297,7 @@ def _admit(s: _State, queue: _Queue, draw: Callable, p: Plan) -> _State:
     return draw(s, s.pool.logits[rows], fresh)
 
 
+@jax.named_scope("sampling")
 def _draw(s: _State, logits: Array, active: Array, *, queue: _Queue, sampling: SamplingConfig, pad_id: int) -> _State:
     """The next token of slots in active bool[S], from logits f32[S,V]."""
     request = jnp.minimum(s.request, len(queue.limits) - 1)  # of idle slots any

@@ -54,6 +54,7 @@ def rollout(
     row_keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(jnp.arange(rows))
     stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
 
+    @jax.named_scope("sampling")
     def draw(logits: Array, step: Array) -> tuple[Array, Array, Array]:
         keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(row_keys)
         token, logp = sample(keys, logits, sampling, None if forced is None else forced[:, step])

@@ -86,8 +86,9 @@ def sample(
     not DRAWN, whatever was drawn.
     Returns (token i32[B], logp f32[B]), logp being `processed_logprobs(logits, cfg)` at the token.
     """
-    logprobs = processed_logprobs(logits, cfg)
-    token = jax.vmap(jax.random.categorical)(keys, logprobs).astype(jnp.int32)
-    if forced is not None:
-        token = jnp.where(forced == DRAWN, token, forced)
-    return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+    with jax.named_scope("sampling"):
+        logprobs = processed_logprobs(logits, cfg)
+        token = jax.vmap(jax.random.categorical)(keys, logprobs).astype(jnp.int32)
+        if forced is not None:
+            token = jnp.where(forced == DRAWN, token, forced)
+        return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]

@@ -185,11 +185,13 @@ def chunk_rows(batch: RolloutBatch, cfg: UpdateConfig) -> int:
 
 def descend(params, opt_state, quant, minibatch, *, score, optimizer, cfg):
     """One optimizer step on a minibatch of `minibatches`: ((params, optimizer state), its figures)."""
-    (loss, clipped), grads = gradient(params, quant, minibatch, score, cfg)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    logs = {"loss": loss, "clipped": clipped}
-    logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-    return (optax.apply_updates(params, updates), opt_state), logs
+    with jax.named_scope("gradient"):
+        (loss, clipped), grads = gradient(params, quant, minibatch, score, cfg)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        logs = {"loss": loss, "clipped": clipped}
+        logs |= {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+        return (optax.apply_updates(params, updates), opt_state), logs
 
 
 def conclude(
@@ -219,10 +221,11 @@ def conclude(
         held = metrics["gap/mean"] > gap_limit
         taken, metrics = finite & ~held, metrics | {"gap/held": held.astype(jnp.float32)}
     new = {"step": (finite, state.step + 1), "params": (taken, params), "opt_state": (taken, opt_state)}
-    applied = {
-        name: jax.tree.map(lambda a, old, use=use: jnp.where(use, a, old), tree, getattr(state, name))
-        for name, (use, tree) in new.items()
-    }
+    with jax.named_scope("optimizer"):
+        applied = {
+            name: jax.tree.map(lambda a, old, use=use: jnp.where(use, a, old), tree, getattr(state, name))
+            for name, (use, tree) in new.items()
+        }
     return state.replace(**applied), metrics
 
 
@@ -242,7 +245,8 @@ def score_rows(score: Score, rows: dict[str, jax.Array], chunk: int) -> Scored:
     rows at a time.
     """
     chunked = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), rows)
-    logp, entropy, load, *own = lax.map(lambda rows: _call(score, rows), chunked)
+    with jax.named_scope("score"):
+        logp, entropy, load, *own = lax.map(lambda rows: _call(score, rows), chunked)
     logp, entropy, *own = (x.reshape(-1, *x.shape[2:]) for x in (logp, entropy, *own))
     return Scored(logp, entropy, jnp.sum(load, axis=0), own[0] if own else None)
 
