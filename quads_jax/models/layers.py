@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quads_jax import attention, ops
 from quads_jax.models.config import ModelConfig
@@ -174,10 +175,9 @@ class RMSNorm(nn.Module):
         return ops.Input(x, scale, self.eps, self.dtype)
 
 
-def frequencies(head_dim: int, theta: float) -> Array:
-    """Radians a position of the rotary embedding, f32[d/2]."""
-    half = head_dim // 2
-    return jnp.exp(jnp.arange(half, dtype=jnp.float32) * jnp.float32(-jnp.log(theta) * (1.0 / half)))
+def frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """Radians a position of the rotary embedding, f32[d/2]: theta ** (-2 i / d), rounded once."""
+    return (theta ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
 
 
 def rotary(x: Array, positions: Array, theta: float) -> Array:
@@ -213,9 +213,8 @@ class Attention(nn.Module):
         if decoding and attention.writes_heads(name):
             norms = [norm.scale for norm in self._norms(*self._split(qkv))]
             one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
-            with jax.ensure_compile_time_eval():  # a constant instead of a kernel
-                frequency = frequencies(d, c.rope_theta)
-            q, cache = attention.write_heads(qkv[:, 0], io.positions[:, 0], frequency, cache, layer, io.index, **one)
+            at = io.positions[:, 0], frequencies(d, c.rope_theta), cache, layer, io.index
+            q, cache = attention.write_heads(qkv[:, 0], *at, **one)
         else:
             q, k, v = self._split((qkv if bias is None else qkv + bias).astype(dtype))
             if norms := self._norms(q, k, v):
