@@ -9,8 +9,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import plgpu
+from pallas_kernels.fp4_gemm.block import FourBit, Task, run, swizzled
 from pallas_kernels.fp4_gemm.layout import TILE
-from pallas_kernels.fp4_gemm.mosaic import FourBit, Task, run, swizzled
 from pallas_kernels.fp4_gemm.tiling import Config
 
 _FP8 = jnp.float8_e4m3fn

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm import tiling
+from pallas_kernels.fp4_gemm.block import FourBit, Task, run, swizzled
 from pallas_kernels.fp4_gemm.layout import TILE
-from pallas_kernels.fp4_gemm.mosaic import FourBit, Task, run, swizzled
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.grouped_gemm import blocked
 

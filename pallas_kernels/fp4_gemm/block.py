@@ -1,0 +1,363 @@
+"""The kernel of the FP4 GEMM, Pallas Mosaic GPU on Hopper (sm_90a): weights are read packed and decoded in registers.
+
+The operands are swapped: a warpgroup decodes a 64 x 64 tile of the weight to bf16 as the A operand of wgmma, and
+activations, [tokens, K] in shared memory, are B. A block of threads is some warpgroups that multiply, each with 64 rows
+of N and all with the same tokens, and one that only copies: weights, scales and activations come by TMA through
+`stages` buffers. Residual activations are a second wgmma on the same decoded registers, or further columns of the one.
+
+K is split in three ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step,
+over the blocks of a cluster, which store their sums into the first one's shared memory, or over blocks whose sums XLA
+adds. A cluster can also be blocks with other rows of N that share each copy of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat
+from pallas_kernels.compat import plgpu
+from pallas_kernels.fp4_gemm import decode, tiling
+from pallas_kernels.fp4_gemm.layout import TILE
+from pallas_kernels.fp4_gemm.tiling import Config
+
+
+def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
+    """Operands by name, as `mosaic` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K, one
+    where the blocks of a cluster join theirs.
+    """
+    out, tasks = kind.output(c, operands, out_dtype)
+    blocks = min(c.blocks or tasks, tasks)
+    names = list(operands)
+    scratch = kind.scratch(c, operands) | kind.barriers(c, "r" in operands) | sums(c)
+    if interpret:
+        scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
+
+    def body(*refs, **smem):
+        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem, (tasks, blocks))
+        wg = lax.axis_index("wg")
+        pl.when(wg == c.warpgroups)(tile.produce)
+        pl.when(wg < c.warpgroups)(tile.consume)
+
+    clusters = blocks // c.cluster
+    kernel = compat.warpgroup_kernel(body, out, scratch, clusters, c.warpgroups + 1, kind.name, c.cluster)
+    return kernel(*operands.values())
+
+
+def sums(c: Config) -> dict[str, Any]:
+    """Shared memory and barriers by name for sums of other warpgroups ("part") and of other blocks ("peer")."""
+    found: dict[str, Any] = {}
+    for name, others in (("part", c.parts - 1), ("peer", c.splits - 1 if c.joined else 0)):
+        if others:
+            found[f"{name}_sums"] = plgpu.SMEM((others, c.rows, TILE, c.tokens), jnp.float32)
+            found[f"{name}_done"] = plgpu.Barrier(num_arrivals=others, num_barriers=c.rows)
+    return found
+
+
+def stacked_tokens(c: Config) -> int:
+    """Rows of x in a tile, with those of the residual where they are among them."""
+    return c.tokens * (1 + c.stacked)
+
+
+def swizzled(columns: int) -> tuple[Any, Any]:
+    """How rows of 128 bytes, `columns` elements, must lie in shared memory for wgmma."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+
+
+class Task(NamedTuple):
+    """A tile of the output and its part of K: tile m of tokens, group n of row tiles, part `split`, of the weight
+    `matrix`; steps first .. first + count - 1, none for rows without a matrix, of which the leading `compensated` have
+    residual channels (None: there is no residual).
+    """
+
+    m: Any
+    n: Any
+    split: Any
+    matrix: Any
+    first: Any
+    count: Any
+    compensated: Any
+
+
+class FourBit:
+    """What one block of threads does: `produce` in the last warpgroup, `consume` in the others. Both go through the
+    same tasks and buffers, so that copies for a task start before the last one's sums are stored.
+    """
+
+    name = "fp4_gemm"
+    exponent = decode.EXPONENT
+    late = False  # whether a buffer is given back one step late, when the next step's products have started
+
+    @classmethod
+    def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
+        """What the kernel writes, [splits, M', N'], and the number of its tasks."""
+        m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
+        out = jax.ShapeDtypeStruct((1 if c.joined else c.splits, m_tiles * c.tokens, rows), dtype)
+        return out, m_tiles * (rows // TILE // c.rows) * c.splits
+
+    @staticmethod
+    def rows(words: Any) -> int:
+        """N' of a weight."""
+        return words.shape[1] * TILE
+
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int]):
+        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+        self.tasks, self.blocks = grid
+        self.interpret = "a_smem" in smem
+        self.width = smem["x_smem"].shape[-1]
+        wg = lax.axis_index("wg")
+        self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
+
+    def task(self, index: Any) -> Task:
+        """Of a number of tasks, or of clusters, whose blocks have tasks of their own."""
+        c, gmem = self.c, self.gmem
+        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.rows * c.shared)
+        if "group" in gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
+            n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
+        else:  # blocks with the same weights run together
+            m, n = lax.rem(index, m_tiles), lax.rem(lax.div(index, m_tiles), row_groups)
+        peer = lax.axis_index("peer") if c.cluster > 1 else 0
+        split = peer if c.joined else lax.div(index, m_tiles * row_groups)
+        n = n if c.shared == 1 else n * c.shared + peer
+        steps = gmem["x"].shape[1] // self.width
+        count, matrix = steps // c.splits, 0
+        first = split * count
+        if "group" in gmem:
+            group = gmem["group"][m]
+            matrix = jnp.maximum(group, 0)
+            count = jnp.where(group < 0, 0, count)
+        compensated = None
+        if "r" in gmem:
+            total = gmem["r"].shape[1] // self.width
+            compensated = count if total == steps else jnp.clip(total - first, 0, count)
+        return Task(m, n, split, matrix, first, count, compensated)
+
+    def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
+        """carry = body(task, carry) for each task of this block."""
+        block = lax.axis_index("block")
+        if self.blocks == self.tasks:
+            return body(self.task(block), carry)
+        count = lax.div(self.tasks - block + (self.blocks - 1), self.blocks)
+        return lax.fori_loop(0, count, lambda i, carry: body(self.task(block + i * self.blocks), carry), carry)
+
+    @staticmethod
+    def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
+        """Shared memory by name, but for the barriers."""
+        x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
+        words = plgpu.SMEM((c.stages, c.rows, 2 * c.columns, 256), jnp.uint32)
+        scales = plgpu.SMEM((c.stages, c.rows, c.columns, 128), jnp.uint16)
+        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if "r" in operands else {})
+
+    @staticmethod
+    def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
+        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use, by all
+        blocks that got the same copy; turn: a warpgroup may multiply.
+        """
+        arrivals = {"full": copies, "empty": c.rows} | ({"r_full": 1} if compensated else {})
+        found = {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
+        if c.shared > 1:
+            peers = {"collective_axes": ("peer",), "num_arrivals": c.rows}
+            found["empty"] = plgpu.ClusterBarrier(num_barriers=c.stages, **peers)
+        return found | ({"turn": plgpu.Barrier(num_barriers=c.warpgroups)} if c.turns else {})
+
+    def copies(self, task: Task, k: Any) -> dict[str, Any]:
+        """Name -> what step k copies of it, of x and the weights."""
+        c, rows = self.c, pl.ds(task.n * self.c.rows, self.c.rows)
+        tokens = pl.ds(task.m * stacked_tokens(c), stacked_tokens(c))
+        return {
+            "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
+            "scales": self.gmem["scales"].at[task.matrix, rows, pl.ds(k * c.columns, c.columns)],
+            "x": self.gmem["x"].at[tokens, pl.ds(k * self.width, self.width)],
+        }
+
+    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+        """Starts the products of a stage; all but the last tile's are done on return. first, last: whether it is the
+        warpgroup's first, last step.
+        """
+        row, smem = self.row, self.smem
+        for t in range(self.c.columns):
+            words, scales = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, row, t]
+            if self.interpret:
+                a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[lax.axis_index("wg")])
+            else:
+                a = decode.in_registers(words, scales)
+            channels = pl.ds(TILE * t, TILE)
+            self._take_turn(first if t == 0 else False)
+            plgpu.wgmma(acc, a, smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
+            if compensated:
+                plgpu.wgmma(acc, a, smem["r_smem"].at[slot, :, channels].transpose((1, 0)))
+            self._pass_turn(last if t == self.c.columns - 1 else False)
+            plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
+
+    def _take_turn(self, first: Any) -> None:
+        """Waits until the warpgroup before has started its tile. first: of a warpgroup's tiles; one of them begins."""
+        if self.c.turns:
+            wg = lax.axis_index("wg")
+            pl.when(~((wg == 0) & first))(lambda: plgpu.barrier_wait(self.smem["turn"].at[wg]))
+
+    def _pass_turn(self, last: Any) -> None:
+        if self.c.turns:
+            wg = lax.axis_index("wg")
+            following = jnp.where(wg == self.c.warpgroups - 1, 0, wg + 1)
+            pl.when(~((following == 0) & last))(lambda: plgpu.barrier_arrive(self.smem["turn"].at[following]))
+
+    def produce(self) -> None:
+        """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
+        c, smem = self.c, self.smem
+        if c.tokens >= tiling.MANY_TOKENS:
+            plgpu.set_max_registers(tiling.PRODUCER_REGISTERS, action="decrease")
+
+        shared = {"collective_axes": "peer"} if c.shared > 1 else {}
+
+        def copy(task, i, slot, done, compensated):
+            k = task.first + i
+            pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            for name, source in self.copies(task, k).items():
+                how = shared if name == "x" else {}
+                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot], **how)
+            if compensated:
+                tokens = pl.ds(task.m * c.tokens, c.tokens)
+                residual = self.gmem["r"].at[tokens, pl.ds(k * self.width, self.width)]
+                plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot], **shared)
+
+        def steps(task, carry):
+            def step(i, carry, compensated):
+                slot, done = carry
+                copy(task, i, slot, done, compensated)
+                return self._next(slot), done + 1
+
+            return self._loop(task, step, carry)
+
+        def drain(i, _):
+            plgpu.barrier_wait(smem["empty"].at[lax.rem(i, c.stages)])
+
+        _, done = self.each_task(steps, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(jnp.maximum(done - c.stages, 0), done, drain, None)
+
+    def consume(self) -> None:
+        """Multiplies a warpgroup's 64 rows by the tokens and stores the sums."""
+        c, smem = self.c, self.smem
+        if c.tokens >= tiling.MANY_TOKENS:
+            plgpu.set_max_registers(c.free_registers(), action="increase")
+
+        def product(task, slot):
+            def scope(acc):
+                def step(i, slot, compensated):
+                    plgpu.barrier_wait(smem["full"].at[slot])
+                    if compensated:
+                        plgpu.barrier_wait(smem["r_full"].at[slot])
+                    first = i == self.part
+                    self.multiply(acc, slot, compensated, first, i + c.parts >= task.count)
+                    late = self.late or c.ahead
+                    plgpu.wgmma_wait(int(late))
+                    if late:
+                        pl.when(~first)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
+                    else:
+                        plgpu.barrier_arrive(smem["empty"].at[slot])
+                    return self._next(slot, c.parts)
+
+                after = self._loop(task, step, slot, self.part, c.parts)
+                if self.late or c.ahead:
+                    plgpu.wgmma_wait(0)
+                    pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
+                return acc[...], after
+
+            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
+            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            return slot
+
+        self.each_task(product, jnp.int32(self.part))
+
+    def _next(self, slot: Any, stride: int = 1) -> Any:
+        slot = slot + stride
+        return jnp.where(slot >= self.c.stages, slot - self.c.stages, slot)  # cheaper than a remainder
+
+    def _before(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.c.stages - 1, slot - 1)
+
+    def _loop(
+        self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any, start: Any = 0, stride: int = 1
+    ) -> Any:
+        """carry = step(i, carry, compensated) for every stride-th step of a task from `start` on."""
+
+        def number(end: Any) -> Any:
+            return end if stride == 1 else lax.div(end - start + (stride - 1), stride)
+
+        def loop(first, end, carry, compensated):
+            return lax.fori_loop(first, end, lambda i, carry: step(start + i * stride, carry, compensated), carry)
+
+        first = 0
+        if task.compensated is not None:
+            first = number(task.compensated)
+            carry = loop(0, first, carry, True)
+        if task.compensated is not task.count:
+            carry = loop(first, number(task.count), carry, False)
+        return carry
+
+    def _finish(self, task: Task, y: Array) -> None:
+        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it."""
+        c, smem = self.c, self.smem
+
+        def add(name, others, y):
+            plgpu.barrier_wait(smem[f"{name}_done"].at[self.row])
+            for i in range(others):
+                y = y + self._load(smem[f"{name}_sums"].at[i, self.row])
+            return y
+
+        def send_part():
+            smem["part_sums"][self.part - 1, self.row] = y
+            plgpu.barrier_arrive(smem["part_done"].at[self.row])
+
+        def send_peer(y):
+            target, done = smem["peer_sums"].at[task.split - 1, self.row], smem["peer_done"].at[self.row]
+            compat.store_to_peer(y, target, done, 0, "peer")
+
+        def first():
+            whole = add("part", c.parts - 1, y) if c.parts > 1 else y
+            if not c.joined:
+                return self._store(task, whole)
+            pl.when(task.split > 0)(lambda: send_peer(whole))
+            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole)))
+
+        if c.parts == 1:
+            first()
+        else:
+            pl.when(self.part > 0)(send_part)
+            pl.when(self.part == 0)(first)
+
+    def _load(self, ref: Any) -> Array:
+        """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
+        return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA, scattered=True)
+
+    def _store(self, task: Task, y: Array) -> None:
+        """f32[64, tokens] of bare sums to the output, scaled unless XLA adds them up."""
+        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
+        tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
+        y = y * 2.0**self.exponent
+        if "token_scale" in self.gmem:
+            y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
+        if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
+            y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
+        y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
+        if self.interpret:
+            out[...] = y.T
+        else:
+            decode.store_transposed(out, y)
+
+    def _channel_scale(self, matrix: Any, rows: Any) -> Array:
+        """f32[64, tokens], from one number where the matrix has one."""
+        if self.gmem["channel_scale"].shape[1] == 1:
+            return jnp.broadcast_to(self.gmem["channel_scale"][matrix, 0], (TILE, self.c.tokens))
+        return self._spread("channel_scale", (matrix, rows), 0)
+
+    def _spread(self, name: str, index: Any, axis: int) -> Array:
+        """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
+        ref = self.gmem[name].at[index]
+        scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
+        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))
