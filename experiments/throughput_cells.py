@@ -44,6 +44,7 @@ class ThroughputConfig:
     wide_batches: tuple[int, ...] = (1, 256)  # at the first context
     wide_contexts: tuple[int, ...] = (4096,)  # at all batches
     kernels: bool = True  # GEMMs that read weights as they are stored, on Hopper; else XLA's of decoded weights
+    routing: str | None = None  # one of `ops.ROUTING`, with kernels; none: XLA's
     skewed: bool = True  # experts as unevenly popular as a trained model's (`router_load`); else a random router's
     attention: bool = False  # also XLA's attention against cuDNN's
     prefill_tokens: int = 8192  # a call, in rows of a context; 0: none
@@ -92,7 +93,7 @@ def side(cfg: ThroughputConfig, text: str) -> tuple[str, Precision]:
     if not cfg.kernels:
         return recipe.label, recipe.rollout
     name = "fp4_mosaic" if recipe.rollout.experts.weight == NVFP4 else "direct_mosaic"
-    return recipe.label, dataclasses.replace(recipe.rollout, implementation=name)
+    return recipe.label, dataclasses.replace(recipe.rollout, implementation=name, routing=cfg.routing)
 
 
 def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision, list[Cell]]]:

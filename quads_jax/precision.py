@@ -48,7 +48,8 @@ class LayerPrecision:
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """One side's arithmetic: a `LayerPrecision` a role, the compute dtype of everything else, and the implementation of
-    the grouped GEMM (None: chosen for the device; a named one runs or raises). Routers are float32 always; norms,
+    the grouped GEMM (None: chosen for the device; a named one runs or raises). routing: of decode steps that read
+    experts as they are stored, one of `ops.ROUTING`; None, and other steps: XLA's. Routers are float32 always; norms,
     softmax and log-probs too.
     """
 
@@ -60,6 +61,7 @@ class Precision:
     head: LayerPrecision = LayerPrecision()
     dtype: str = "bfloat16"
     implementation: str | None = None
+    routing: str | None = None
 
     def role(self, name: str) -> LayerPrecision:
         """The `LayerPrecision` of a role; an unknown role raises with the list."""
