@@ -62,7 +62,7 @@ def route(
     width = max(whole(experts), _TILE)
     chunk = min(max(whole(m), _TILE), max(_CHUNK // width, _TILE))
     tokens = -(-m // chunk) * chunk
-    out = {  # name: (shape, padded shape, dtype)
+    out = {  # name: (size, padded size, dtype)
         "gates": (pairs, whole(pairs), jnp.float32),
         "ids": (pairs, whole(pairs), jnp.int32),
         "slot": (pairs, whole(pairs), jnp.int32),
@@ -122,14 +122,18 @@ def _kernel(
     renormalize: float | None,
     interpret: bool,
 ) -> None:
-    """parts [S, M', E'], replayed [C'] if `replays`, and flat outputs by `names`, all padded to powers of two."""
+    """parts [S, M', E'], replayed [C'] if `replays`, and flat outputs by `names`. What pads refs is memory in the
+    interpreter only: nothing is read or written there.
+    """
     replayed_ref = refs[0] if replays else None
     out = dict(zip(names, refs[replays:], strict=True))
     width = parts_ref.shape[2]
     expert = lax.broadcasted_iota(jnp.int32, (chunk, width), 1)
     earlier = jnp.arange(chunk)[:, None] > jnp.arange(chunk)[None, :]
-    for name in ("pair", "group"):
-        plt.store(out[name], jnp.full(out[name].shape, -1, jnp.int32))
+    blocks = -(-m * k // block) + experts
+    for name, size in (("pair", blocks * block), ("group", blocks)):
+        at = jnp.arange(out[name].shape[0])
+        plt.store(out[name].at[at], jnp.full(at.shape, -1, jnp.int32), mask=at < size)
 
     def step(i, counts):
         token = i * chunk + jnp.arange(chunk)
