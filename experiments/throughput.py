@@ -26,6 +26,7 @@ from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.metrics import duration
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import MODELS
+from quads_jax.ops import ROUTING
 from quads_jax.precision import Precision
 from quads_jax.random_weights import random_packed
 from quads_jax.rl.engine import check_engine
@@ -61,6 +62,10 @@ def check(cfg: ThroughputConfig) -> ModelConfig:
             raise ValueError(f"{name} is empty: name some")
     if cfg.decode_attention not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"decode_attention={cfg.decode_attention!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if cfg.routing not in (None, *ROUTING):
+        raise ValueError(f"routing={cfg.routing!r} is not one of {', '.join(ROUTING)}")
+    if cfg.routing is not None and not cfg.kernels:
+        raise ValueError(f"routing={cfg.routing!r} has no effect without kernels: set them, or leave it out")
     if not cfg.recipes and not cfg.tail_recipes:
         raise ValueError("recipes and tail_recipes are empty: name some")
     for text in (*cfg.recipes, *cfg.tail_recipes):

@@ -44,6 +44,7 @@ class ThroughputConfig:
     wide_batches: tuple[int, ...] = (1, 256)  # at the first context
     wide_contexts: tuple[int, ...] = (4096,)  # at all batches
     kernels: bool = True  # GEMMs that read weights as they are stored, on Hopper; else XLA's of decoded weights
+    routing: str | None = None  # one of `ops.ROUTING`, with kernels; none: XLA's
     skewed: bool = True  # experts as unevenly popular as a trained model's (`router_load`); else a random router's
     decode_attention: str | None = None  # one of `attention.IMPLEMENTATIONS`; none: the automatic choice
     attention: bool = False  # also each of them alone
@@ -94,7 +95,7 @@ def side(cfg: ThroughputConfig, text: str) -> tuple[str, Precision]:
     if not cfg.kernels:
         return recipe.label, rollout
     name = "fp4_mosaic" if rollout.experts.weight == NVFP4 else "direct_mosaic"
-    return recipe.label, dataclasses.replace(rollout, implementation=name)
+    return recipe.label, dataclasses.replace(rollout, implementation=name, routing=cfg.routing)
 
 
 def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision, list[Cell]]]:

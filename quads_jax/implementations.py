@@ -234,6 +234,27 @@ DIRECT_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
+def _triton_routing(*args: Any, **kwargs: Any) -> Any:
+    if not _on_hopper():
+        raise RuntimeError(
+            f"routing triton runs on GPUs of compute capability 9, this is {jax.devices()[0].device_kind}: choose None"
+        )
+    from pallas_kernels.routing import pallas_triton
+
+    return pallas_triton.route(*args, **kwargs)
+
+
+# A decode step's routing by one kernel, without gradients: signature of `routing.pallas_triton.route`.
+ROUTING: dict[str, Callable[..., Any]] = {"triton": _triton_routing}
+
+
+def choose_routing(implementation: str) -> Callable[..., Any]:
+    """The routing by name. Unknown names raise ValueError."""
+    if implementation not in ROUTING:
+        raise ValueError(f"unknown routing {implementation!r}; implementations are {', '.join(ROUTING)}")
+    return ROUTING[implementation]
+
+
 def can_read(implementation: str | None, fmt: BlockFormat | None, dtype: str) -> bool:
     """Whether the GEMM that `choose_packed` gives takes weights of a format (None: the compute dtype)."""
     formats = (FP8, None) if implementation in DIRECT_IMPLEMENTATIONS else (NVFP4,)

@@ -23,6 +23,7 @@ from quads_jax import packed_ops
 from quads_jax.implementations import (  # noqa: F401
     DIRECT_IMPLEMENTATIONS,
     IMPLEMENTATIONS,
+    ROUTING,
     Arranged,
     Grouped,
     choose,
@@ -61,6 +62,17 @@ def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tu
     """
     block = blocked.block_rows(rows, group_sizes.shape[0], least)
     return blocked.blocks_of(group_sizes, rows, block), block
+
+
+def routed(
+    parts: Array, replayed: Array | None, top_k: int, renormalize: float | None, implementation: str
+) -> tuple[Any, int]:
+    """(`routing.pallas_triton.Routes`, rows a block) of a decode step whose experts are read as they are stored: parts
+    f32[S,M,E] whose sum are the router's logits, replayed i[M,k] or None, renormalize as that module's `route` takes
+    them. implementation: one of ROUTING, without a gradient.
+    """
+    block = blocked.block_rows(parts.shape[1] * top_k, parts.shape[2], LEAST_PACKED_BLOCK)
+    return packed_ops.routed((top_k, renormalize), implementation, block, parts, replayed), block
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -188,14 +200,16 @@ def grouped_project(
     active: Array | None = None,
     implementation: str | None = None,
     block: int | None = None,
+    group: Array | None = None,
     source: tuple[Array, Array] | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
-    divides every group size and M, which saves padding them. source (i32[M], bool[M]), with `block` and where
-    `takes_source`: row m is x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once,
-    however many rows read it, but by implementations that quantize in the product.
+    divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the group of each
+    block of rows, -1 for none, where it is known. source (i32[M], bool[M]), with `block` and where `takes_source`: row
+    m is x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once, however many rows read
+    it, but by implementations that quantize in the product.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
@@ -212,7 +226,7 @@ def grouped_project(
         raise ValueError("this product takes rows in expert order: gather them first")
     if not packed_ops.reads_packed(w, p.weight, dtype, implementation):
         return _grouped(p, dtype, implementation, block, value(x), w, group_sizes, order, active)
-    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, source, order, active)
+    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, group, source, order, active)
 
 
 def quantized(

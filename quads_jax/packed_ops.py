@@ -206,11 +206,22 @@ def project(p, implementation, block, x, w, order, active):
 
 
 @_without_gradient
-def grouped_project(p, implementation, block, x, w, sizes, source, order, active):
+def routed(p, implementation, block, parts, replayed):
+    """`ops.routed` of (top_k, renormalize) = p."""
+    top_k, renormalize = p
+    route = implementations.choose_routing(implementation)
+    return route(parts, replayed, top_k=top_k, block=block, renormalize=renormalize)
+
+
+@_without_gradient
+def grouped_project(p, implementation, block, x, w, sizes, group, source, order, active):
     """`ops.grouped_project` of a weight as it is stored."""
     w = _packed_operand(w, p)
     if source is None:
-        ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
+        if group is None:
+            ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
+        else:
+            ids, inside = jnp.repeat(jnp.maximum(group, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
             x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
         product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
@@ -219,6 +230,7 @@ def grouped_project(p, implementation, block, x, w, sizes, source, order, active
         product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
         by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
     packed, channel_scale = w.matrices()
-    how |= {"block": block, "first": 0 if w.layer is None else w.layer * w.shape[0], "channel_scale": channel_scale}
+    first = 0 if w.layer is None else w.layer * w.shape[0]
+    how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, _as_stored(by_row.pop("x"), w, p), packed, sizes, rows=by_row, **how)

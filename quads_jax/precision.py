@@ -48,7 +48,8 @@ class LayerPrecision:
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """One side's arithmetic: a `LayerPrecision` a role, the compute dtype of everything else, and the implementation of
-    GEMMs and of a decode step's attention (None: chosen for the device; a named one runs or raises). Routers are
+    GEMMs, of a decode step's attention (one of `attention.IMPLEMENTATIONS`) and of its routing, where experts are read
+    as they are stored (one of `ops.ROUTING`). None: chosen for the device; a named one runs or raises. Routers are
     float32 always; norms, softmax and log-probs too.
     """
 
@@ -61,6 +62,7 @@ class Precision:
     dtype: str = "bfloat16"
     implementation: str | None = None
     decode_attention: str | None = None
+    routing: str | None = None
 
     def role(self, name: str) -> LayerPrecision:
         """The `LayerPrecision` of a role; an unknown role raises with the list."""

@@ -28,6 +28,7 @@ def matmul(
     first: Array | int = 0,
     rows: dict[str, Array | None] | None = None,
     block: int | None = None,
+    group: Array | None = None,
     **kwargs: Any,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T by `product`, one of `fp4_gemm`'s or `direct_gemm`'s: x [M, K] sorted by group, w of at
@@ -35,13 +36,17 @@ def matmul(
 
     first: the matrix of group 0. rows: arguments of the product with a row a row of x. block: a promise that it divides
     M and every size, which saves padding; rows without a pair are zero then. None takes a power of two near the mean.
-    Other arguments are passed on.
+    group i32[M / block]: with `block`, the group of each, -1 for none, where it is known. Other arguments are passed
+    on.
     """
     total, operands, sizes, padded = x.shape[0], {"x": x} | (rows or {}), group_sizes, None
     if block is None:
         block = blocked.block_rows(total, group_sizes.shape[0], LEAST_BLOCK)
         padded = blocked.blocks_of(group_sizes, total, block)
         operands, sizes = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
-    group, used = blocked.block_groups(sizes, operands["x"].shape[0], block)
+    if group is None:
+        group, used = blocked.block_groups(sizes, operands["x"].shape[0], block)
+    else:
+        used = group >= 0
     y = product(operands.pop("x"), w, group=jnp.where(used, group + first, -1), **operands, **kwargs)
     return y if padded is None else blocked.unpad(y, padded, group_sizes, total)

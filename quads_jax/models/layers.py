@@ -129,15 +129,16 @@ def linear(
     active: Array | None = None,
     sizes: Array | None = None,
     block: int | None = None,
+    group: Array | None = None,
     source: tuple[Array, Array, Callable[[Array], Array]] | None = None,
 ) -> Array:
     """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
 
-    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block: divides every size. source: x is not
-    sorted yet: index and filled as `ops.grouped_project` takes them, and a function that sorts it. active bool[...]:
-    rows that count in channel statistics. Reads the channel order `quant/<path>/<name>`; while the collection `stats`
-    is mutable, writes the mean residual a channel there; while `inputs` is, (x [M, K] with zeros in rows that do
-    not count, sizes).
+    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block, group: as `ops.grouped_project` takes
+    them. source: x is not sorted yet: index and filled as that takes them, and a function that sorts it. active
+    bool[...]: rows that count in channel statistics. Reads the channel order `quant/<path>/<name>`; while the
+    collection `stats` is mutable, writes the mean residual a channel there; while `inputs` is, (x [M, K] with zeros in
+    rows that do not count, sizes).
     """
     w = weight(module, name, shape, axes)
     layer = precision.role(GEMM_ROLES[module.name, name])
@@ -147,7 +148,7 @@ def linear(
     if source is not None:
         *rows, take = source
         if not measured and ops.takes_source(w, layer, precision.dtype, precision.implementation):
-            return ops.grouped_project(x, w, sizes, layer, block=block, source=tuple(rows), **how)
+            return ops.grouped_project(x, w, sizes, layer, block=block, group=group, source=tuple(rows), **how)
         x = take(x)
     if module.is_mutable_collection("stats") and layer.activation is not None:
         groups = sizes if name == "down" else None
@@ -159,7 +160,7 @@ def linear(
         module.put_variable("inputs", name, (counted.reshape(-1, x.shape[-1]), sizes))
     if sizes is None:
         return ops.project(x, w, layer, **how)
-    return ops.grouped_project(x, w, sizes, layer, block=block, **how)
+    return ops.grouped_project(x, w, sizes, layer, block=block, group=group, **how)
 
 
 class RMSNorm(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from quads_jax.precision import Precision
 
 Array = jax.Array
 MOST_COMPARED = 2048  # (token, choice) pairs whose ranks come from comparing all with all
+ROUTER_ROWS = 128  # of logits, that one program reads fast: fewer tokens are parts of sums, which no launch adds then
 LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
@@ -48,7 +50,7 @@ class Dispatch(NamedTuple):
     """Rows in expert order, padded to whole blocks an expert. C = M k (token, choice) pairs, P padded rows.
 
     slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; sizes i32[E], multiples of
-    block.
+    block; group i32[P/block] or None: the expert of a block, -1 for none, where it is known.
     """
 
     slot: Array
@@ -56,6 +58,7 @@ class Dispatch(NamedTuple):
     filled: Array
     sizes: Array
     block: int
+    group: Array | None = None
 
 
 def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispatch:
@@ -78,6 +81,20 @@ def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispa
     rank = jnp.zeros_like(flat).at[by_expert].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
     slot = layout.first[flat] + rank - (jnp.cumsum(counts) - counts)[flat]
     return Dispatch(slot, by_expert[layout.row], layout.filled, layout.sizes, block)
+
+
+def routed(
+    x: Array, w: Array, c: ModelConfig, replayed: Array | None, implementation: str
+) -> tuple[Array, Array, Array, Dispatch]:
+    """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
+    Load statistics alone read the probabilities: a step that wants none leaves them out.
+    """
+    n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
+    x, w = (a.astype(jnp.float32).reshape(a.shape[0], n, -1) for a in (x, w))
+    parts = jnp.einsum("msd,esd->sme", x, w, precision=jax.lax.Precision.HIGHEST)
+    r, block = ops.routed(parts, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
+    d = Dispatch(r.slot, jnp.maximum(r.pair, 0), r.pair >= 0, r.sizes, block, r.group)
+    return jax.nn.softmax(parts.sum(0), axis=-1), r.gates, r.ids, d
 
 
 # Both directions of both moves are gathers: the scatter-adds that differentiation would make of them are slow on a GPU,
@@ -133,7 +150,7 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x: Array | ops.Quantized, d: Dispatch, active: Array) -> Array:
         c, p = self.cfg, self.precision
-        groups = {"active": active, "sizes": d.sizes, "block": d.block}
+        groups = {"active": active, "sizes": d.sizes, "block": d.block, "group": d.group}
         shape = (c.experts, 2 * c.d_expert, c.d_model)
         source = d.pair // c.top_k, d.filled, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
@@ -161,13 +178,16 @@ class MoE(nn.Module):
         replayed = self.get_variable(REPLAYED, "ids") if self.has_variable(REPLAYED, "ids") else None
         if replayed is not None:
             replayed = replayed.reshape(-1, c.top_k)
-        probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
+        stored, routing = "experts" in self.variables.get(STACKS, {}), self.precision.routing
+        if stored and routing is not None and x.shape[1] == 1:
+            probs, gates, ids, d = routed(tokens, router, c, replayed, routing)
+        else:
+            probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
+            d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         if self.is_mutable_collection(RECORDED):
             own = ids if replayed is None else preferred(probs, c.top_k)
             self.put_variable(RECORDED, "ids", own.astype(ids_dtype(c)).reshape(*x.shape[:2], c.top_k))
 
-        stored = "experts" in self.variables.get(STACKS, {})
-        d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         moves = d.slot, d.pair, d.filled
         rows_active = d.filled if active is None else d.filled & active.reshape(-1)[d.pair // c.top_k]
         rows = experts(read, d, rows_active)

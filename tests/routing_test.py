@@ -1,0 +1,126 @@
+"""Routing of a decode step by one kernel: the model's, in the interpreter or on the GPU at hand, and its choice."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_gemm.blocked import block_groups
+from pallas_kernels.routing import pallas_triton
+from quads_jax import implementations, ops
+from quads_jax.models.layers import STACKS
+from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route
+from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED
+from quads_jax.precision import Precision
+from tests import tiny
+
+GPU = jax.default_backend() == "gpu"
+QUICK = {} if GPU else {"xla_backend_optimization_level": 0}
+kernel = functools.partial(pallas_triton.route, interpret=not GPU)
+# M, E, k, replayed: no power of two among them; two chunks of tokens; on a GPU the sizes of published models too
+SHAPES = [(1, 3, 1, False), (16, 40, 3, False), (70, 72, 2, True)]
+LARGE = [(64, 128, 8, False), (64, 128, 8, True), (256, 128, 8, True), (32, 512, 10, False), (5, 256, 8, True)]
+
+
+def inputs(m, e, k):
+    """Logits f32[M, E] by name, as halves of themselves, and ids i8[M, k] of which some are no route, some equal."""
+    rng = np.random.default_rng(m)
+    normal = rng.normal(size=(m, e))
+    one = 0.5 * normal
+    one[:, e - 1] = 9
+    empty, broken = normal.copy(), normal.copy()
+    empty[:, : e - k] -= 200
+    broken[m // 2, 1] = np.inf
+    logits = {"normal": 2 * normal, "ties": np.rint(normal), "one expert": one, "most without tokens": empty}
+    logits |= {"all equal": np.zeros((m, e)), "infinite": broken}
+    told = rng.integers(0, e, (m, k))
+    told[::3, 0] = -1
+    return {name: np.float32(a) for name, a in logits.items()}, told.astype(np.int16)
+
+
+@pytest.mark.parametrize("m, e, k, replays", SHAPES + LARGE * GPU)
+def test_routes_are_the_models(m, e, k, replays):
+    """Integers exactly; gates but for the order of sums. Expected: the model's functions of the same logits."""
+    logits, told = inputs(m, e, k)
+    told = told if replays else None
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(x):
+        _, gates, ids = route(x, jnp.eye(e), k, replays, told)
+        d = dispatch_of(ids, e, ops.LEAST_PACKED_BLOCK)
+        group, used = block_groups(d.sizes, d.pair.size, d.block)
+        want = pallas_triton.Routes(
+            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, group, -1), d.sizes
+        )
+        halves = jnp.stack([x / 2, x / 2])
+        return want, kernel(halves, told, top_k=k, block=d.block, renormalize=LEAST_TOTAL if replays else None)
+
+    for name, x in logits.items():
+        want, got = both(x)
+        for field in want._fields[1:]:
+            np.testing.assert_array_equal(getattr(got, field), getattr(want, field), err_msg=f"{name}: {field}")
+        np.testing.assert_allclose(got.gates, want.gates, rtol=2e-6, err_msg=name)  # observed 3e-7
+        assert np.isnan(got.gates).any() == (name == "infinite")
+    assert (np.asarray(both(logits["one expert"])[1].sizes)[-1] >= m) or replays
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"parts": jnp.zeros((4, 8))}, r"parts are float32 \(4, 8\): pass float32 \[S, M, E\]"),
+        ({"top_k": 9}, "top_k=9 of 8 experts: pass 1 to 8"),
+        ({"parts": jnp.zeros((1, 1025, 8))}, "1025 tokens of 2 experts: this kernel takes up to 1024, others XLA"),
+        ({"block": 0}, "block=0: pass at least 1"),
+        ({"replayed": jnp.zeros((4, 3), jnp.int8)}, r"replayed is int8 \(4, 3\): pass signed integers \(4, 2\)"),
+    ],
+)
+def test_refused(change, message):
+    given = {"parts": jnp.zeros((1, 4, 8)), "top_k": 2, "block": 8, "renormalize": None, "interpret": True}
+    with pytest.raises(ValueError, match=message):
+        pallas_triton.route(**given | change)
+
+
+def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
+    """A decode step that replays some routes and records its own; other steps are XLA's whatever the name."""
+    cfg, rng, calls = tiny.MODEL, np.random.default_rng(0), []
+    stacked = {
+        "gate_up": rng.normal(size=(2, cfg.experts, 2 * cfg.d_expert, cfg.d_model)),
+        "down": rng.normal(size=(2, cfg.experts, cfg.d_model, cfg.d_expert)),
+    }
+    arranged = {name: ops.Arranged(jnp.asarray(a, jnp.bfloat16), None) for name, a in stacked.items()}
+    params = {"router": jnp.float32(rng.normal(size=(cfg.experts, cfg.d_model)))}
+    params["experts"] = dict.fromkeys(stacked, jnp.int32(1))
+    x = jnp.asarray(rng.normal(size=(3, 1, cfg.d_model)), jnp.bfloat16)
+    told = jnp.int8([[[3, 0]], [[NO_ROUTE] * 2], [[1, 2]]])
+
+    def layer(name, x, told=None):
+        """(y, load statistics, recorded routes)."""
+        moe = MoE(cfg, Precision(implementation="direct_reference", routing=name), name="moe")
+        variables = {"params": params, STACKS: {"experts": arranged}}
+        variables |= {} if told is None else {REPLAYED: {"ids": told}}
+        (y, load), kept = moe.apply(variables, x, jnp.ones(x.shape[:2], bool), None, mutable=[RECORDED])
+        return y, load, kept[RECORDED]["ids"]
+
+    with pytest.raises(ValueError, match="unknown routing 'fast'; implementations are triton"):
+        jax.eval_shape(functools.partial(layer, "fast"), x)
+    if not GPU:
+        with pytest.raises(RuntimeError, match="routing triton runs on GPUs of .*, this is cpu: choose None"):
+            jax.eval_shape(functools.partial(layer, "triton"), x)
+    seen = lambda *args, **options: (calls.append(args[0].shape), kernel(*args, **options))[1]  # noqa: E731
+    monkeypatch.setitem(implementations.ROUTING, "triton", seen)
+    jax.eval_shape(functools.partial(layer, "triton"), jnp.concatenate([x, x], axis=1))
+    assert not calls  # two tokens a sequence: no decode step
+    program = jax.jit(layer, static_argnums=0, compiler_options=QUICK)
+    want, got = program(None, x, told), program("triton", x, told)
+    assert calls == [(32, 3, cfg.experts)]  # of so few tokens, sums of a channel each
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(np.float32(b)).max())  # observed 1e-7 of it
+    np.testing.assert_array_equal(got[2], want[2])
+    unlike = np.abs(program("triton", x, told[::-1])[0] - got[0]).max(-1)[:, 0]
+    assert unlike[0] > 0.1 and unlike[1] == 0  # the token without a route takes its own
+
+    loss = lambda parts: ops.routed(parts, None, 2, None, "triton")[0].gates.sum()  # noqa: E731
+    with pytest.raises(ValueError, match="implementation triton .* has no gradient"):
+        jax.eval_shape(jax.grad(loss), jnp.zeros((1, 4, 8)))
