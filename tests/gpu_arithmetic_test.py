@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax import ops
+from quads_jax import operands, ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.pack import pack
@@ -308,7 +308,7 @@ def test_checks_see_one_bit():
 
 
 def test_checks_see_a_deleted_rounding(monkeypatch):
-    monkeypatch.setattr(ops, "round_bf16", lambda x: x.astype(jnp.float32))
+    monkeypatch.setattr(operands, "round_bf16", lambda x: x.astype(jnp.float32))
     with pytest.raises(AssertionError, match="weights: bytes, not those of masters rounded by the host"):
         check(rounding(CPU(), CPU()))
     check(distance_rows({"FP8": (0.24, 0.25), "NAIVE": (0.56, 0.54)}))
