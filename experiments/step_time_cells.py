@@ -17,7 +17,6 @@ from experiments import phases
 from experiments.sweeps.prototype import PROTOTYPE, PROTOTYPE_MODEL, PROTOTYPE_TASK
 from quads_jax import implementations
 from quads_jax.config import (
-    ENGINES,
     SHIPPED_TASK,
     EvalConfig,
     RecipeConfig,
@@ -26,6 +25,7 @@ from quads_jax.config import (
     WarmStartConfig,
     parse_recipe,
 )
+from quads_jax.config_checks import ENGINES
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import parameter_count
 from quads_jax.precision import recipe
