@@ -212,13 +212,13 @@ class Attention(nn.Module):
         bias = weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros) if c.qkv_bias else None
         decoding, name = cache is not None and not io.prefill, self.precision.decode_attention
         if decoding and attention.writes_heads(name):
-            norms = [norm.scale for norm in self._norms(*self._split(qkv))]
+            norms = [norm.scale for norm in self._norms(*self._split(qkv)[:2])]
             one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
             at = io.positions[:, 0], frequencies(d, c.rope_theta), cache, layer, io.index
             q, cache = attention.write_heads(qkv[:, 0], *at, **one)
         else:
             q, k, v = self._split((qkv if bias is None else qkv + bias).astype(dtype))
-            if norms := self._norms(q, k, v):
+            if norms := self._norms(q, k):
                 q, k = (norm.value().reshape(a.shape) for norm, a in zip(norms, (q, k), strict=True))
             q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
             if cache is not None:
@@ -237,7 +237,7 @@ class Attention(nn.Module):
         heads = qkv.reshape(*qkv.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
         return jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=2)
 
-    def _norms(self, q: Array, k: Array, v: Array) -> list[ops.Input]:
+    def _norms(self, q: Array, k: Array) -> list[ops.Input]:
         """RMSNorm of q and of k [B,T,H,d], over each head or over the whole projection; none where there is none."""
         if self.cfg.qk_norm == "none":
             return []
