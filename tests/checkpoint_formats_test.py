@@ -522,9 +522,8 @@ def test_an_old_modelopt_folder_describes_itself_in_a_file_of_its_own(tmp_path):
 
 
 def test_memory_of_loading_is_the_result_and_a_tensor(tmp_path):
-    """tracemalloc sees numpy's arrays, and objects that do not grow with them: 8.5 MB of arrays are large beside these.
-    """
-    model = ModelConfig(vocab_size=64, d_model=1024, layers=1, experts=8, d_expert=512, head_dim=128, tied_head=False)
+    """tracemalloc sees numpy's arrays, and objects that do not grow with them, beside which 16.5 MB are large."""
+    model = ModelConfig(vocab_size=64, d_model=1024, layers=1, experts=16, d_expert=512, head_dim=128, tied_head=False)
     save(tmp_path / "x", random_params(model), model, "qwen3_moe", W4A16, "modelopt")
     result = sum(a.nbytes for a in jax.tree.leaves(load(tmp_path / "x").params))  # also imports and traces what stays
     tracemalloc.start()
@@ -533,7 +532,7 @@ def test_memory_of_loading_is_the_result_and_a_tensor(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert result < peak < 1.35 * result  # observed 1.164, three times; of 16.5 MB 1.080: 1.4 MB do not grow
+    assert result < peak < 1.2 * result  # observed 1.08: 1.4 MB do not grow
 
 
 def test_a_loaded_folder_computes_what_the_rollout_did(tmp_path):

@@ -197,5 +197,5 @@ def test_a_model_takes_the_implementation_that_its_precision_names(monkeypatch):
     assert np.ptp(want) > 0.5 * np.abs(want).max()
     for name, called in (("triton", {pallas_triton.attend}), ("triton_fused", {*kernels} if not GPU else set())):
         seen.clear()
-        np.testing.assert_allclose(decoded(name, tree), want, atol=0.03 * np.abs(want).max())
+        np.testing.assert_allclose(decoded(name, tree), want, atol=0.015 * np.abs(want).max())  # observed .0054
         assert GPU or set(seen) == called
