@@ -273,6 +273,26 @@ def test_a_wrong_kernel_is_not_used(caplog):
         used(wrong, 6)
 
 
+def test_a_kernel_is_compared_outside_of_the_trace_around_it():
+    """Where the axes of that trace are not bound, nor hidden those of the kernel's own."""
+    w = jax.jit(lambda w: ops.unpack(tensor.quantize(w, NVFP4, unit="expert"), "bfloat16", NAME))(normal(N, K))
+    packed, seen = jax.tree.map(lambda a: a[None], w.packed), []
+
+    def kernel(*args, **kwargs):
+        try:
+            seen.append(jax.lax.axis_size("batch"))
+        except NameError:
+            seen.append(None)
+        return implementations.PACKED_IMPLEMENTATIONS[NAME](*args, **kwargs)
+
+    def run(x):
+        implementations.compare("outside", kernel, x, packed, {})
+        return kernel(x, packed)
+
+    jax.jit(jax.vmap(run, axis_name="batch"))(jnp.ones((2, 7, K), jnp.bfloat16))
+    assert seen == [None, 2]
+
+
 def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
     x, w = normal(M, K), normal(N, K, seed=1)
     nvfp4, fp8 = jax.jit(lambda w: (tensor.quantize(w, NVFP4, unit="expert"), tensor.quantize(w, FP8, unit="token")))(w)

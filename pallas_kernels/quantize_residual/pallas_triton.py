@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.quantize import arithmetic
 from pallas_kernels.quantize.arithmetic import bits, floats
-from pallas_kernels.quantize.pallas_triton import MAX_K, block_amax
+from pallas_kernels.quantize.pallas_triton import MAX_K
 
 BLOCK = 16
 TILE = 64
@@ -200,7 +200,7 @@ def _kernel(
         for v, a in enumerate(x):
             kept = a.reshape(rows, blocks, 1, _ELEMENTS)
             plt.store(kept_ref.at[:, :, pl.ds(v, 1)], kept, mask=jnp.broadcast_to(inside[:, :, None, None], kept.shape))
-    magnitude = block_amax(x, interpret)
+    magnitude = _block_amax(x)
     amax = jnp.max(magnitude, axis=1, keepdims=True)
     finite = amax < arithmetic.EXPONENT
     unit = arithmetic.unit_scales(floats(amax), finite, interpret)
@@ -219,6 +219,14 @@ def _kernel(
     left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)
     store(refs[0 if stacked else 1], int(stacked), width, _round(left, magnitude, unit, keep, interpret))
+
+
+def _block_amax(x: list[Array]) -> Array:
+    """The loads of a block, bf16 [R, B, E] each -> the bits of its largest magnitude as f32, i32 [R, B]: integers order
+    like magnitudes, and NaN comes last. A block may lie in several threads: where rows are short, or were float32.
+    """
+    magnitudes = [bits(a.astype(jnp.float32)) & 0x7FFFFFFF for a in x]
+    return jnp.max(functools.reduce(jnp.maximum, magnitudes), axis=2)
 
 
 def _bf16(x: Array, interpret: bool) -> Array:
