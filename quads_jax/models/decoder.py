@@ -21,6 +21,7 @@ from quads_jax.precision import Precision
 Array = jax.Array
 SCANNED = ("params", "quant", "stats", "inputs", "intermediates", RECORDED, REPLAYED)  # collections, stacked by layer
 Cache = tuple[Array, Array]
+UNROLL = 4  # layers a round of a decode step whose GEMMs read weights where they lie: fewer slices and rounds
 
 
 class Inputs(NamedTuple):
@@ -107,6 +108,7 @@ class Decoder(nn.Module):
         x = embed(embedding, tokens, self.precision.dtype)
         io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
         loads, carry = [], (x, cache, jnp.int32(0))
+        unroll = UNROLL if STACKS in self.variables and not io.prefill else 1
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
                 Block,
@@ -115,6 +117,7 @@ class Decoder(nn.Module):
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=length,
+                unroll=unroll,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             carry, load = scanned(c, self.precision, kind, name=f"run_{i}")(carry, io)
