@@ -110,10 +110,11 @@ def rounded(x: Array, interpret: bool) -> tuple[Array, Array]:
     """
     magnitude = jnp.max(bits(x) & 0x7FFFFFFF, axis=2, keepdims=True)  # as integers: a maximum of floats may drop NaN
     finite, amax = magnitude < arithmetic.EXPONENT, floats(magnitude)
-    power = jnp.where(amax < 1, _UP, np.float32(1))
+    small = amax < 1
+    power = jnp.where(small, _UP, np.float32(1))
     amax = jnp.where(finite & (amax >= arithmetic.TINY), amax, 0.0) * power
     step = arithmetic.divide(amax, jnp.full_like(amax, LARGEST), interpret)
-    scale = step * (1 / power)
+    scale = step * jnp.where(small, 1 / _UP, np.float32(1))
     usable = scale >= arithmetic.TINY
     x = jnp.where(usable & (jnp.abs(x) >= arithmetic.TINY), x, 0.0) * power
     y = arithmetic.divide(x, jnp.broadcast_to(jnp.where(usable, step, 1.0), x.shape), interpret)
