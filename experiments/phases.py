@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     gemm: str
 
 
-_QUANTIZE = r"/(de)?quantize/|quantize_residual"
+_QUANTIZE = r"/(de)?quantize/|quantize_(residual|fp8)"
 _EXPERTS = r"/experts/(.*/)?multiply/"
 DECODE = Parts(
     ("attention", "dense GEMM", "expert GEMM", "quantize", "routing", "sampling", "rest"),

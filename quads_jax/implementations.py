@@ -188,13 +188,29 @@ def _checked_quantized(x: Array, w: layout.Packed, **options: Any) -> Array:
     return _fp4_quantized(x, w, **options)
 
 
-def quantize_rows(x: Array, **options: Any) -> Any:
-    """The quantizer of QUANTIZING_IMPLEMENTATIONS alone: signature and results of `quantize_residual`'s `quantize`, its
-    values in the order that the same names of PACKED_IMPLEMENTATIONS take as `arranged`.
+class Quantized(NamedTuple):
+    """Activations and their residual or None as a GEMM of packed weights takes them: bf16[M, K'] and [M, S'],
+    `arranged`, or FP8 float8_e4m3fn[M, K]; and global scales f32[M, 1].
     """
-    from pallas_kernels.quantize_residual import pallas_triton  # Pallas' GPU backend, as the GEMM
 
-    return pallas_triton.quantize(x, tokens=1, keep=True, **options)
+    x: Array
+    residual: Array | None
+    token_scale: Array
+
+
+def quantize_rows(fmt: BlockFormat, x: Array, **options: Any) -> tuple[Array, Quantized]:
+    """The quantizer to `fmt` of QUANTIZING_IMPLEMENTATIONS alone, with the arguments of its `quantize`: what was
+    quantized, bf16[M, K], and what the same names of PACKED_IMPLEMENTATIONS or DIRECT_IMPLEMENTATIONS take.
+    """
+    if fmt == FP8:
+        from pallas_kernels.quantize_fp8 import pallas_triton as fp8  # Pallas' GPU backend, as the GEMM
+
+        rows = fp8.quantize(x, keep=True, **options)
+        return rows.kept, Quantized(rows.x, None, rows.scale[:, None])
+    from pallas_kernels.quantize_residual import pallas_triton as nvfp4
+
+    made = nvfp4.quantize(x, tokens=1, keep=True, **options)
+    return made.kept, Quantized(made.x, made.r, made.scale[:, None])
 
 
 # GEMMs that read NVFP4 weights as they are packed, dense and grouped, without gradients: signature of `fp4_reference`.
@@ -202,11 +218,6 @@ PACKED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "fp4_reference": fp4_reference.matmul,
     "fp4_mosaic": _checked_matmul,
     "fp4_mosaic_unchecked": _fp4_matmul,
-}
-# Those that also quantize bf16 activations to NVFP4, and their residual: signature of `mosaic.quantized_matmul`.
-QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
-    "fp4_mosaic": _checked_quantized,
-    "fp4_mosaic_unchecked": _fp4_quantized,
 }
 # None until the quantizer and the shared blocks that came after the first GPU run are proven there.
 AUTOMATIC_ON_HOPPER: str | None = None
@@ -221,17 +232,33 @@ def is_automatic(shape: tuple[int, ...]) -> bool:
     return choose_packed(None) is not None and weights >= AUTOMATIC_WEIGHTS
 
 
-def _direct_mosaic(*args: Any, **kwargs: Any) -> Array:
+def _direct_mosaic() -> Any:
+    """The Hopper kernel's module. Raises RuntimeError on another device."""
     check_device("direct_mosaic")
     from pallas_kernels.direct_gemm import mosaic
 
-    return mosaic.matmul(*args, **kwargs)
+    return mosaic
+
+
+def _direct_matmul(*args: Any, **kwargs: Any) -> Array:
+    return _direct_mosaic().matmul(*args, **kwargs)
+
+
+def _direct_quantized(*args: Any, **kwargs: Any) -> Array:
+    return _direct_mosaic().quantized_matmul(*args, **kwargs)
 
 
 # The same of FP8 and bf16 weights, which need no decoding: signature of `direct_reference`.
 DIRECT_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "direct_reference": direct_reference.matmul,
-    "direct_mosaic": _direct_mosaic,
+    "direct_mosaic": _direct_matmul,
+}
+# Those of both that also quantize activations to the weight's format, from bf16 or what makes them: signature of their
+# `mosaic.quantized_matmul`.
+QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "fp4_mosaic": _checked_quantized,
+    "fp4_mosaic_unchecked": _fp4_quantized,
+    "direct_mosaic": _direct_quantized,
 }
 
 

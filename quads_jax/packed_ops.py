@@ -5,7 +5,7 @@ quantize the activations too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from quads_jax import implementations
 from quads_jax.implementations import (
     DIRECT_IMPLEMENTATIONS,
     Arranged,
+    Quantized,
     arrange,
     can_read,
     choose_packed,
@@ -42,16 +43,6 @@ from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
 LEAST_BLOCK = sorted_rows.LEAST_BLOCK  # rows of a group's block, at least: what these products waste least with
-
-
-class Quantized(NamedTuple):
-    """Activations bf16[M, K'] and their residual bf16[M, S'] or None as PACKED_IMPLEMENTATIONS take them `arranged`,
-    and global scales f32[M, 1].
-    """
-
-    x: Array
-    residual: Array | None
-    token_scale: Array
 
 
 def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
@@ -113,9 +104,9 @@ def _quantizing(implementation: str | None, p: LayerPrecision, width: int) -> Ca
     """
     spec = p.residual
     everything = spec is None or rac.num_channels(spec.ratio, width) in (0, width)
-    if p.activation != NVFP4 or not (everything or spec.policy in ("static", "block", "adaptive")):
-        return None
-    return choose_quantizing(implementation)
+    nvfp4 = everything or spec.policy in ("static", "block", "adaptive")
+    able = {NVFP4: nvfp4, FP8: spec is None}.get(p.activation, False)
+    return choose_quantizing(implementation) if able and p.activation == p.weight else None
 
 
 def fuses(x: Array | Input, p: LayerPrecision, implementation: str | None) -> bool:
@@ -138,7 +129,9 @@ def _raw_activation(
     else:
         x = permute(x, need(order), ids) if p.permuted else x
         x = x if x.dtype == jnp.bfloat16 else round_bf16(x).astype(jnp.bfloat16)  # rounding again would be a kernel
-    channels = 0 if spec is None else rac.num_channels(spec.ratio, width)
+    if spec is None:
+        return x, made
+    channels = rac.num_channels(spec.ratio, width)
     if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
         return x, made | {"residual": channels}
     mask = select(x, policy=spec.policy, channels=channels, order=order, ids=ids, active=None)
@@ -152,7 +145,7 @@ def _packed_activation(
     among them, and others).
     """
     if isinstance(x, Quantized):
-        return choose_packed(implementation), _given(x._asdict()), {"arranged": True}
+        return choose_packed(implementation), _given(x._asdict()), {} if p.weight == FP8 else {"arranged": True}
     with jax.named_scope("quantize"):
         quantizing = _quantizing(implementation, p, x.shape[-1])
         if quantizing is not None:
@@ -161,7 +154,7 @@ def _packed_activation(
             return quantizing, {"x": x} | ({"mask": how.pop("mask")} if by_row else {}), how
         xa = activation(x, p, order, ids, active, "bfloat16")
         residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
-        by_row = _given({"x": xa.values, "residual": residual, "token_scale": xa.scale})
+        by_row = _given({"x": _as_stored(xa.values, p), "residual": residual, "token_scale": xa.scale})
         return choose_packed(implementation), by_row, {}
 
 
@@ -169,13 +162,13 @@ def _given(arguments: dict[str, Array | None]) -> dict[str, Array]:
     return {name: a for name, a in arguments.items() if a is not None}
 
 
-def _as_stored(x: Array, w: Arranged, p: LayerPrecision) -> Array:
+def _as_stored(x: Array, p: LayerPrecision) -> Array:
     """Activations in the dtype that the weight's GEMM takes. Raises ValueError where it would round them."""
-    if w.fmt != FP8:
+    if p.weight != FP8:
         return x
     if p.activation != FP8:
         raise ValueError(f"{p.weight.name} weights as they are stored take activations of that format: set it")
-    return x.astype(w.packed.dtype)  # the numbers are on its grid already
+    return x.astype(jnp.float8_e4m3fn)  # the numbers are on its grid already
 
 
 @_without_gradient
@@ -183,8 +176,7 @@ def quantized(p, implementation, block, x, order):
     """The activations bf16[M, K] of x [..., K], which `fuses`, and the same `Quantized`, by one kernel. block: None."""
     with jax.named_scope("quantize"):
         x, how = _raw_activation(flat(x), p, order, None)
-        made = implementations.quantize_rows(x, **how)
-    return made.kept, Quantized(made.x, made.r, made.scale[:, None])
+        return implementations.quantize_rows(p.activation, x, **how)
 
 
 @_without_gradient
@@ -200,8 +192,7 @@ def project(p, implementation, block, x, w, order, active):
         by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % LEAST_BLOCK), (0, 0))), by_row)
     packed, channel_scale = w.matrices()
     with jax.named_scope("multiply"):
-        x = _as_stored(by_row.pop("x"), w, p)
-        y = product(x, packed, channel_scale=channel_scale, group=group, **by_row, **how)
+        y = product(by_row.pop("x"), packed, channel_scale=channel_scale, group=group, **by_row, **how)
     return y[:count].reshape(*lead, y.shape[-1])
 
 
@@ -233,4 +224,4 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
     first = 0 if w.layer is None else w.layer * w.shape[0]
     how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale}
     with jax.named_scope("multiply"):
-        return sorted_rows.matmul(product, _as_stored(by_row.pop("x"), w, p), packed, sizes, rows=by_row, **how)
+        return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.direct_gemm import reference as direct_reference
 from pallas_kernels.fp4_gemm import layout
 from pallas_kernels.fp4_gemm import reference as fp4_reference
-from pallas_kernels.quantize_residual.pallas_triton import Operands
 from quads_jax import implementations, ops, packed_ops
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import tensor
@@ -80,11 +80,15 @@ def test_mutation_another_experts_weight(monkeypatch):
     assert relative(packed, np.float64(want)) > 0.1
 
 
+def made(x, norm=None, swiglu=False):
+    """What is quantized, bf16."""
+    assert x.dtype == (jnp.float32 if swiglu else jnp.bfloat16)
+    return ops.Input(x, *(norm or (None, 0.0)), "bfloat16").value() if swiglu or norm is not None else x
+
+
 def quantize(x, residual=0, mask=None, norm=None, swiglu=False):
     """(values, residual or None, scale, what was quantized) of a quantizing implementation, from its definition."""
-    assert x.dtype == (jnp.float32 if swiglu else jnp.bfloat16)
-    if swiglu or norm is not None:
-        x = ops.Input(x, *(norm or (None, 0.0)), "bfloat16").value()
+    x = made(x, norm, swiglu)
     keep = jnp.arange(x.shape[1]) < residual
     keep = keep if mask is None else keep & jnp.repeat(mask, 16, axis=-1)
     values, left, scale = compensate(ops.round_bf16(x), NVFP4, keep)  # a cast that is undone XLA would drop
@@ -92,16 +96,26 @@ def quantize(x, residual=0, mask=None, norm=None, swiglu=False):
 
 
 def quantizing(x, w, *, residual=0, mask=None, norm=None, swiglu=False, **kwargs):
-    """What QUANTIZING_IMPLEMENTATIONS promise."""
+    """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
     values, left, scale, _ = quantize(x, residual, mask, norm, swiglu)
     return fp4_reference.matmul(values, w, residual=left, token_scale=scale, **kwargs)
 
 
-def quantize_rows(x, **options):
+def quantizing_fp8(x, w, *, norm=None, swiglu=False, **kwargs):
+    """What those of FP8 promise."""
+    _, rows = quantize_rows(FP8, x, norm=norm, swiglu=swiglu)
+    return direct_reference.matmul(rows.x, w, token_scale=rows.token_scale, **kwargs)
+
+
+def quantize_rows(fmt, x, **options):
     """`implementations.quantize_rows`."""
+    if fmt == FP8:
+        kept = made(x, **options)
+        values, scale = tensor.quantize_values(ops.round_bf16(kept), FP8, unit="token")
+        return kept, ops.Quantized(values.astype(jnp.float8_e4m3fn), None, scale)
     values, left, scale, kept = quantize(x, **options)
     values, left = (None if a is None else layout.arrange(a, 1) for a in (values, left))
-    return Operands(values, left, scale[:, 0], kept)
+    return kept, ops.Quantized(values, left, scale)
 
 
 @pytest.mark.parametrize(("name", "block"), [("RAC static", "dense"), ("RAC block", None)])
@@ -124,9 +138,9 @@ def test_an_implementation_that_quantizes_gives_the_same(name, block, monkeypatc
     assert relative(packed, np.float64(want)) < 1e-6
 
 
-def spied(monkeypatch):
-    """What lies in front of each product, and of rows alone, of a quantizing implementation that NAME has now."""
-    calls = []
+def spied(monkeypatch, name=NAME):
+    """What lies in front of each product, and of rows alone, of a quantizing implementation that `name` has now."""
+    calls, product = [], quantizing if name == NAME else quantizing_fp8
 
     def spy(fn, what):
         def call(*args, **options):
@@ -135,7 +149,7 @@ def spied(monkeypatch):
 
         return call
 
-    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, NAME, spy(quantizing, "product"))
+    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, name, spy(product, "product"))
     monkeypatch.setattr(implementations, "quantize_rows", spy(quantize_rows, "rows"))
     return calls
 
@@ -196,6 +210,8 @@ def test_other_activations_are_quantized_before_the_product(monkeypatch):
     quantizing = lambda name: packed_ops._quantizing(NAME, PRECISIONS[name], K)  # noqa: E731
     assert [quantizing(name) for name in ("W4A16", "RAC online", "RAC token")] == [None, None, None]
     assert [quantizing(name) for name in ("W4A4", "RAC 100 %")] == ["a kernel", "a kernel"]
+    eight = LayerPrecision(FP8, FP8), LayerPrecision(NVFP4, FP8), LayerPrecision(None, FP8), LayerPrecision(FP8)
+    assert [packed_ops._quantizing(NAME, p, K) for p in eight] == ["a kernel", None, None, None]
 
 
 def test_what_cannot_run_raises():

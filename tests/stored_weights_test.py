@@ -24,6 +24,7 @@ from tests.packed_ops_test import spied
 
 SIDES = {
     "FP8": ("direct_reference", recipe("FP8").rollout),
+    "FP8, quantizing": ("direct_reference", recipe("FP8").rollout),
     "NAIVE": ("fp4_reference", recipe("NAIVE").rollout),
     "NAIVE, quantizing": ("fp4_reference", recipe("NAIVE").rollout),
 }
@@ -35,7 +36,7 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
     where an implementation makes what it quantizes.
     """
     implementation, side = SIDES[name]
-    calls = spied(monkeypatch) if "quantizing" in name else []
+    calls = spied(monkeypatch, implementation) if "quantizing" in name else []
     weights = jax.jit(lambda: pack(tiny.params(), {}, side))()
     at, alive = jnp.full(3, 5, jnp.int32), jnp.ones((3, 1), bool)
     noise = np.random.default_rng(0).normal(size=(2, tiny.MODEL.layers, 3, 6, 1, 16))

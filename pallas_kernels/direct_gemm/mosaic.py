@@ -21,6 +21,7 @@ from pallas_kernels.direct_gemm import reference
 from pallas_kernels.fp4_gemm import decode
 from pallas_kernels.fp4_gemm.layout import TILE
 from pallas_kernels.fp4_gemm.reference import epilogue, row_groups
+from pallas_kernels.quantize_fp8 import pallas_triton
 
 TOKEN_TILES = (8, 16, 32, 64, 128)
 _WARPGROUPS = 2  # that multiply, in a block of threads
@@ -67,6 +68,16 @@ def matmul(
     channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     scales = jnp.pad(token, (0, -m % c.tokens)), channel
     return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), interpret)[0, :m]
+
+
+def quantized_matmul(
+    x: Array, w: Array, *, norm: tuple[Array, float] | None = None, swiglu: bool = False, **kwargs: Any
+) -> Array:
+    """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; norm and swiglu as
+    its `quantize` takes them. Other arguments and errors as `matmul`.
+    """
+    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu)
+    return matmul(made.x, w, token_scale=made.scale[:, None], **kwargs)
 
 
 def choose(rows: int, w: Array, groups: int | None) -> Config:

@@ -190,12 +190,12 @@ def _kernel(
 
     if swiglu:
         gate, up = (loads(x_ref, inside, pl.ds(half, 1)) for half in range(2))
-        x = [_bf16(a * (1 / (1 + jnp.exp(-a))) * b, interpret) for a, b in zip(gate, up, strict=True)]
+        x = [gated(a, b, interpret) for a, b in zip(gate, up, strict=True)]
     else:
         x = loads(x_ref, inside)
     if eps is not None:
         weight = loads(weight_ref, lax.broadcasted_iota(jnp.int32, (1, blocks), 1) < k // BLOCK)
-        x = _normed(x, weight, eps, k, interpret)
+        x = normed(x, weight, eps, k, interpret)
     if keep:
         for v, a in enumerate(x):
             kept = a.reshape(rows, blocks, 1, _ELEMENTS)
@@ -229,12 +229,17 @@ def _block_amax(x: list[Array]) -> Array:
     return jnp.max(functools.reduce(jnp.maximum, magnitudes), axis=2)
 
 
-def _bf16(x: Array, interpret: bool) -> Array:
+def bf16(x: Array, interpret: bool) -> Array:
     """Rounded to bf16, also where XLA, which runs the interpreter, would drop a cast that is undone."""
     return (lax.reduce_precision(x, 8, 7) if interpret else x).astype(jnp.bfloat16)
 
 
-def _normed(x: list[Array], weight: list[Array], eps: float, k: int, interpret: bool) -> list[Array]:
+def gated(gate: Array, up: Array, interpret: bool) -> Array:
+    """silu(gate) * up, f32 of one shape, rounded to bf16."""
+    return bf16(gate * (1 / (1 + jnp.exp(-gate))) * up, interpret)
+
+
+def normed(x: list[Array], weight: list[Array], eps: float, k: int, interpret: bool) -> list[Array]:
     """The loads of rows, bf16 [R, B, E], and of the weight f32 [1, B, E] -> the RMSNorm of K channels, rounded before
     the weight and after it.
     """
@@ -244,8 +249,8 @@ def _normed(x: list[Array], weight: list[Array], eps: float, k: int, interpret: 
     factor = lax.rsqrt(mean + np.float32(eps))[:, :, None]
 
     def one(a: Array, w: Array) -> Array:
-        unit, w = (_bf16(b, interpret).astype(jnp.float32) for b in (a * factor, w))
-        return _bf16(unit * w, interpret)
+        unit, w = (bf16(b, interpret).astype(jnp.float32) for b in (a * factor, w))
+        return bf16(unit * w, interpret)
 
     return [one(a, w) for a, w in zip(x, weight, strict=True)]
 

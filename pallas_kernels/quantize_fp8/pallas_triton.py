@@ -1,0 +1,123 @@
+"""The kernel of Pallas' Triton backend: a program holds a row, read once, with what lies in front in registers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.quantize import arithmetic
+from pallas_kernels.quantize.arithmetic import bits, floats
+from pallas_kernels.quantize.pallas_triton import MAX_K
+from pallas_kernels.quantize_residual.pallas_triton import gated, normed
+
+LARGEST = 448.0  # of E4M3
+_NUMBERS = 16  # of a row, a thread
+_LEAST = 0x3C800000  # bits of 2**-6, below which E4M3's steps are equal
+_SHIFT = (20 << 23) + (1 << 22)  # added to the bits of a power of two: 1.5 * 2**20 times it
+_UP = np.float32(2.0**64)  # keeps remainders of divisions from vanishing
+
+
+class Rows(NamedTuple):
+    """x float8_e4m3fn[M, K], never -0; scale f32[M], NaN of rows that are not finite, whose values are 0; kept
+    bf16[M, K]: what was quantized, or None.
+    """
+
+    x: Array
+    scale: Array
+    kept: Array | None
+
+
+def quantize(
+    x: Array,
+    *,
+    norm: tuple[Array, float] | None = None,
+    swiglu: bool = False,
+    keep: bool = False,
+    interpret: bool = False,
+) -> Rows:
+    """bf16[M, K] -> its E4M3 values and the scale of each row.
+
+    norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
+    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
+    interpret: runs without a GPU, for tests. Raises ValueError for anything else.
+    """
+    if x.ndim != 2 or x.dtype != (jnp.float32 if swiglu else jnp.bfloat16) or (swiglu and x.shape[1] % 2):
+        raise ValueError(f"x is {x.dtype} {x.shape}: pass {'float32 [M, 2K]' if swiglu else 'bfloat16 [M, K]'}")
+    m, k = x.shape[0], x.shape[1] // (1 + swiglu)
+    if m < 1 or not 1 <= k <= MAX_K:
+        raise ValueError(f"x has shape {x.shape}: pass M >= 1 and K from 1 to {MAX_K}")
+    weight, eps = (None, None) if norm is None else norm
+    if norm is not None and (swiglu or weight.shape != (k,) or weight.dtype != jnp.float32):
+        raise ValueError(f"norm's weight is {weight.dtype} {weight.shape}: pass float32 [{k}], and no swiglu")
+    return _quantize(x, weight, eps=eps, swiglu=swiglu, keep=keep, interpret=interpret)
+
+
+# jit: Flax's scan takes a bare Pallas call, which nothing may drop, for something that its constants depend on
+@functools.partial(jax.jit, static_argnames=("eps", "swiglu", "keep", "interpret"))
+def _quantize(x: Array, weight: Array | None, *, eps: float | None, swiglu: bool, keep: bool, interpret: bool) -> Rows:
+    m, halves = x.shape[0], 1 + swiglu
+    k = x.shape[1] // halves
+    width = pl.next_power_of_2(k)
+    operands, in_specs = [x.reshape(m, halves, k)], [pl.BlockSpec((1, halves, width), lambda i: (i, 0, 0))]
+    if weight is not None:
+        operands.append(weight.reshape(1, 1, k))
+        in_specs.append(pl.BlockSpec((1, 1, width), lambda i: (0, 0, 0)))
+    outputs = [(k, width, jnp.float8_e4m3fn), (1, 1, jnp.float32)] + [(k, width, jnp.bfloat16)] * keep
+    made = pl.pallas_call(
+        functools.partial(_kernel, k=k, eps=eps, swiglu=swiglu, interpret=interpret),
+        grid=(m,),
+        in_specs=in_specs,
+        out_specs=[pl.BlockSpec((1, 1, padded), lambda i: (i, 0, 0)) for _, padded, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct((m, 1, size), dtype) for size, _, dtype in outputs],
+        compiler_params=plt.CompilerParams(num_warps=max(width // (32 * _NUMBERS), 1), num_stages=1),
+        interpret=interpret,
+        name="quantize_fp8",
+    )(*operands)
+    return Rows(made[0][:, 0], made[1][:, 0, 0], made[2][:, 0] if keep else None)
+
+
+def _kernel(x_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, interpret: bool) -> None:
+    """x [1, 1, K'] or gate and up [1, 2, K'], the norm's weight [1, 1, K'] if `eps`, values [1, 1, K'], scale
+    [1, 1, 1], the quantized [1, 1, K'] if they are kept.
+    """
+    weight_ref, refs = (None, refs) if eps is None else (refs[0], refs[1:])
+    values_ref, scale_ref, *kept_refs = refs
+    inside = lax.broadcasted_iota(jnp.int32, values_ref.shape, 2) < k
+
+    def load(ref: Any, half: int = 0) -> Array:
+        return plt.load(ref.at[:, pl.ds(half, 1)], mask=inside, other=0)
+
+    x = gated(load(x_ref), load(x_ref, 1), interpret) if swiglu else load(x_ref)
+    if eps is not None:
+        [x] = normed([x], [load(weight_ref)], eps, k, interpret)
+    for ref in kept_refs:
+        plt.store(ref, x, mask=inside)
+    values, scale = rounded(x.astype(jnp.float32), interpret)
+    plt.store(values_ref, values, mask=inside)
+    plt.store(scale_ref, scale)
+
+
+def rounded(x: Array, interpret: bool) -> tuple[Array, Array]:
+    """A row of bf16 numbers f32[1, 1, K'] -> (E4M3 values [1, 1, K'], scale f32[1, 1, 1]). Rounds as
+    `quads_jax.quant.rounding.round_to_grid`, so the cast rounds nothing; no quotient is beyond 448 but by its rounding.
+    """
+    magnitude = jnp.max(bits(x) & 0x7FFFFFFF, axis=2, keepdims=True)  # as integers: a maximum of floats may drop NaN
+    finite, amax = magnitude < arithmetic.EXPONENT, floats(magnitude)
+    small = amax < 1
+    power = jnp.where(small, _UP, np.float32(1))
+    amax = jnp.where(finite & (amax >= arithmetic.TINY), amax, 0.0) * power
+    step = arithmetic.divide(amax, jnp.full_like(amax, LARGEST), interpret)
+    scale = step * jnp.where(small, 1 / _UP, np.float32(1))
+    usable = scale >= arithmetic.TINY
+    x = jnp.where(usable & (jnp.abs(x) >= arithmetic.TINY), x, 0.0) * power
+    y = arithmetic.divide(x, jnp.broadcast_to(jnp.where(usable, step, 1.0), x.shape), interpret)
+    shift = floats(jnp.maximum(bits(y) & arithmetic.EXPONENT, _LEAST) + _SHIFT)
+    values = ((y + shift) - shift).astype(jnp.float8_e4m3fn)
+    return values, jnp.where(finite, jnp.where(usable, scale, 0.0), jnp.nan)
