@@ -53,6 +53,8 @@ UPDATE = Parts(
     ),
     "rest",
 )
+# Compiler options under which a trace says of every kernel which instruction it is: not as a part of a CUDA graph
+BY_INSTRUCTION = {"xla_gpu_enable_command_buffer": ""}
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', re.M)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _FUSION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .* fusion\(.*calls=%?([\w.\-]+)")

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,13 +156,19 @@ def _decode_cell(
     routes = None if draw is None else jax.eval_shape(draw)
 
     def measure(programs: dict[str, Any], weights: tuple) -> Row:
-        program, taken = programs["decode"], None if draw is None else draw()
-        operands = (*weights, taken)
-        times = decode_speed.seconds(program, *operands)
-        found = phases.traced(lambda: program(*operands, np.int32(decode_speed.FEW)))
-        spent = phases.summed(found, phases.instruction_phases(program.as_text()), decode_speed.FEW)
+        operands = (*weights, None if draw is None else draw())
+        times = decode_speed.seconds(programs["decode"], *operands)
+
+        def spent_by(program: Any) -> dict[str, float]:
+            found = phases.traced(lambda: program(*operands, np.int32(decode_speed.FEW)))
+            return phases.summed(found, phases.instruction_phases(program.as_text()), decode_speed.FEW)
+
+        spent = {}
+        if "apart" in programs:  # of the program itself the device's share, and by instruction of the other
+            kept = {name: spent_by(programs["decode"])[name] for name in ("busy", "launches")}
+            spent = spent_by(programs["apart"]) | kept
         active = model.experts * (1 - (1 - model.top_k / max(model.experts, 1)) ** batch)  # of a random router
-        active = active if taken is None else float(active_experts(taken, model.experts))
+        active = active if operands[-1] is None else float(active_experts(operands[-1], model.experts))
         parts = roofline.decode_bytes(model, precision, batch, context, active)
         return {
             "tokens_per_s": batch / times.seconds,
@@ -170,15 +176,26 @@ def _decode_cell(
             "weight_bytes": packed_bytes(weights[0]),
             "active_experts": active,
             **({"bound_seconds": roofline.least_seconds(parts)} if jax.default_backend() == "gpu" else {}),
-            **({"launches": spent["launches"], "busy_seconds": spent["busy"]} if found else {}),
-            **({"gap_seconds": times.seconds - spent["busy"]} if found else {}),
-            **({f"seconds/{name}": spent[name] for name in (*phases.DECODE.names, "unattributed")} if found else {}),
+            **({"launches": spent["launches"], "busy_seconds": spent["busy"]} if spent else {}),
+            **({"gap_seconds": times.seconds - spent["busy"]} if spent else {}),
+            **({f"seconds/{name}": spent[name] for name in (*phases.DECODE.names, "unattributed")} if spent else {}),
         }
 
+    @functools.cache
     def program() -> Any:
         return decode_speed.lowered(decode_speed.decode, *shapes(), routes, **static)
 
-    return Cell(what, {"decode": program}, measure)
+    apart = {"apart": lambda: Apart(program())} if jax.default_backend() == "gpu" else {}
+    return Cell(what, {"decode": program} | apart, measure)
+
+
+class Apart(NamedTuple):
+    """A program before compilation that is compiled for a trace by instruction."""
+
+    program: Any
+
+    def compile(self) -> Any:
+        return self.program.compile(compiler_options=phases.BY_INSTRUCTION)
 
 
 def _timed(times: decode_speed.Times) -> Row:

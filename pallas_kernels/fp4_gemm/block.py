@@ -28,9 +28,16 @@ from pallas_kernels.fp4_gemm.layout import TILE
 from pallas_kernels.fp4_gemm.tiling import Config
 
 
-def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: DTypeLike, interpret: bool) -> Array:
+def run(
+    kind: type[FourBit],
+    c: Config,
+    operands: dict[str, Array],
+    out_dtype: DTypeLike,
+    interpret: bool,
+    fill: bool = True,
+) -> Array:
     """Operands by name, as `mosaic` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K, one
-    where the blocks of a cluster join theirs.
+    where the blocks of a cluster join theirs. fill: rows without a matrix are 0, else they stay unwritten.
     """
     out, tasks = kind.output(c, operands, out_dtype)
     blocks = min(c.blocks or tasks, tasks)
@@ -40,7 +47,7 @@ def run(kind: type[FourBit], c: Config, operands: dict[str, Array], out_dtype: D
         scratch["a_smem"] = plgpu.SMEM((c.warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE))
 
     def body(*refs, **smem):
-        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem, (tasks, blocks))
+        tile = kind(c, dict(zip(names, refs, strict=False)), refs[len(names)], smem, (tasks, blocks), fill)
         wg = lax.axis_index("wg")
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
@@ -106,8 +113,10 @@ class FourBit:
         """N' of a weight."""
         return words.shape[1] * TILE
 
-    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int]):
-        self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
+    def __init__(
+        self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], grid: tuple[int, int], fill: bool
+    ):
+        self.c, self.gmem, self.out, self.smem, self.fill = c, gmem, out, smem, fill
         self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
         self.width = smem["x_smem"].shape[-1]
@@ -342,13 +351,20 @@ class FourBit:
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
             y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
-        if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
+        if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
         y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
-        if self.interpret:
-            out[...] = y.T
+
+        def store():
+            if self.interpret:
+                out[...] = y.T
+            else:
+                decode.store_transposed(out, y)
+
+        if self.fill:
+            store()
         else:
-            decode.store_transposed(out, y)
+            pl.when(task.count > 0)(store)
 
     def _channel_scale(self, matrix: Any, rows: Any) -> Array:
         """f32[64, tokens], from one number where the matrix has one."""
