@@ -56,6 +56,19 @@ class Arranged:
         return packed, None if self.scale is None else self.scale.reshape(-1, self.scale.shape[-2])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Of arrays [L, ...] of all layers that of `layer` i32[], which a kernel reads where it lies, as in `Arranged`."""
+
+    array: Array
+    layer: Array | None = None
+
+    def own(self) -> Array:
+        """The layer's array."""
+        return self.array[self.layer]
+
+
 def arrange(w: BlockTensor, permuted: bool) -> Arranged:
     """A quantized weight for the GEMMs that read its format."""
     if w.fmt == FP8:

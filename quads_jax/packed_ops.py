@@ -16,6 +16,7 @@ from quads_jax import implementations
 from quads_jax.implementations import (
     DIRECT_IMPLEMENTATIONS,
     Arranged,
+    Stacked,
     arrange,
     can_read,
     choose_packed,
@@ -27,12 +28,13 @@ from quads_jax.operands import (
     Input,
     activation,
     check_packed_for,
+    chosen,
     decoded,
     flat,
+    kept_blocks,
     need,
     permute,
     round_bf16,
-    select,
     value,
 )
 from quads_jax.precision import LayerPrecision
@@ -141,8 +143,8 @@ def _raw_activation(
     channels = 0 if spec is None else rac.num_channels(spec.ratio, width)
     if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
         return x, made | {"residual": channels}
-    mask = select(x, policy=spec.policy, channels=channels, order=order, ids=ids, active=None)
-    return x, made | {"residual": width, "mask": mask[..., ::16]}
+    mask = order.array if isinstance(order, Stacked) else kept_blocks(chosen(order, channels))
+    return x, made | {"residual": width, "mask": mask.reshape(-1, mask.shape[-1])}
 
 
 def _packed_activation(
@@ -157,8 +159,7 @@ def _packed_activation(
         quantizing = _quantizing(implementation, p, x.shape[-1])
         if quantizing is not None:
             x, how = _raw_activation(x, p, order, ids)
-            by_row = "mask" in how and how["mask"].ndim == 2
-            return quantizing, {"x": x} | ({"mask": how.pop("mask")} if by_row else {}), how
+            return quantizing, {"x": x}, how
         xa = activation(x, p, order, ids, active, "bfloat16")
         residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
         by_row = _given({"x": xa.values, "residual": residual, "token_scale": xa.scale})
@@ -183,7 +184,8 @@ def quantized(p, implementation, block, x, order):
     """The activations bf16[M, K] of x [..., K], which `fuses`, and the same `Quantized`, by one kernel. block: None."""
     with jax.named_scope("quantize"):
         x, how = _raw_activation(flat(x), p, order, None)
-        made = implementations.quantize_rows(x, **how)
+        group = order.layer[None] if isinstance(order, Stacked) else None
+        made = implementations.quantize_rows(x, group=group, **how)
     return made.kept, Quantized(made.x, made.r, made.scale[:, None])
 
 

@@ -91,13 +91,12 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
     }
     arranged = {name: ops.Arranged(jnp.asarray(a, jnp.bfloat16), None) for name, a in stacked.items()}
     params = {"router": jnp.float32(rng.normal(size=(cfg.experts, cfg.d_model)))}
-    params["experts"] = dict.fromkeys(stacked, jnp.int32(1))
     x = jnp.asarray(rng.normal(size=(3, 1, cfg.d_model)), jnp.bfloat16)
     told = jnp.int8([[[3, 0]], [[NO_ROUTE] * 2], [[1, 2]]])
 
     def layer(name, x, told=None):
         """(y, load statistics, recorded routes)."""
-        moe = MoE(cfg, Precision(implementation="direct_reference", routing=name), name="moe")
+        moe = MoE(cfg, Precision(implementation="direct_reference", routing=name), jnp.int32(1), name="moe")
         variables = {"params": params, STACKS: {"experts": arranged}}
         variables |= {} if told is None else {REPLAYED: {"ids": told}}
         (y, load), kept = moe.apply(variables, x, jnp.ones(x.shape[:2], bool), None, mutable=[RECORDED])

@@ -142,6 +142,7 @@ class Experts(nn.Module):
 
     cfg: ModelConfig
     precision: Precision
+    place: Array | None = None  # as in `layers.Attention`
 
     def read(self, x: Array | ops.Input) -> tuple[Array, Array | ops.Quantized]:
         """x [...,D] -> the tokens [M,D], and what the experts read of them."""
@@ -165,6 +166,7 @@ class MoE(nn.Module):
 
     cfg: ModelConfig
     precision: Precision
+    place: Array | None = None  # as in `layers.Attention`
 
     @nn.compact
     def __call__(self, x: Array | ops.Input, valid: Array, active: Array | None) -> tuple[Array, dict[str, Array]]:
@@ -172,7 +174,7 @@ class MoE(nn.Module):
         probability f32[E]).
         """
         c = self.cfg
-        experts = Experts(c, self.precision, name="experts")
+        experts = Experts(c, self.precision, self.place, name="experts")
         tokens, read = experts.read(x)
         router = weight(self, "router", (c.experts, c.d_model), ("experts", "embed"), fan_in_init)
         replayed = self.get_variable(REPLAYED, "ids") if self.has_variable(REPLAYED, "ids") else None
@@ -194,7 +196,7 @@ class MoE(nn.Module):
         y = to_tokens(rows, gates, *moves)
 
         if c.d_shared:
-            shared = MLP(c.d_shared, self.precision, name="shared")(
+            shared = MLP(c.d_shared, self.precision, self.place, name="shared")(
                 tokens, None if active is None else active.reshape(-1)
             )
             if c.shared_gate:
