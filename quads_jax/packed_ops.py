@@ -208,22 +208,23 @@ def project(p, implementation, block, x, w, order, active):
 
 
 @_without_gradient
-def routed(p, implementation, block, parts, replayed):
+def routed(p, implementation, block, parts, place, replayed):
     """`ops.routed` of (top_k, renormalize) = p."""
     top_k, renormalize = p
     route = implementations.choose_routing(implementation)
-    return route(parts, replayed, top_k=top_k, block=block, renormalize=renormalize)
+    return route(parts, place, replayed, top_k=top_k, block=block, renormalize=renormalize)
 
 
 @_without_gradient
 def grouped_project(p, implementation, block, x, w, sizes, group, source, order, active):
     """`ops.grouped_project` of a weight as it is stored."""
     w = _packed_operand(w, p)
+    first = 0 if w.layer is None else w.layer * w.shape[0]
     if source is None:
         if group is None:
             ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
         else:
-            ids, inside = jnp.repeat(jnp.maximum(group, 0), block), jnp.repeat(group >= 0, block)
+            ids, inside = jnp.repeat(jnp.maximum(group - first, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
             x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
         product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
@@ -232,7 +233,6 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
         product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
         by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
     packed, channel_scale = w.matrices()
-    first = 0 if w.layer is None else w.layer * w.shape[0]
     how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, _as_stored(by_row.pop("x"), w, p), packed, sizes, rows=by_row, **how)

@@ -52,10 +52,12 @@ def test_routes_are_the_models(m, e, k, replays):
         d = dispatch_of(ids, e, ops.LEAST_PACKED_BLOCK)
         group, used = block_groups(d.sizes, d.pair.size, d.block)
         want = pallas_triton.Routes(
-            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, group, -1), d.sizes
+            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, 3 * e + group, -1), d.sizes
         )
         halves = jnp.stack([x / 2, x / 2])
-        return want, kernel(halves, told, top_k=k, block=d.block, renormalize=LEAST_TOTAL if replays else None)
+        return want, kernel(
+            halves, jnp.int32(3), told, top_k=k, block=d.block, renormalize=LEAST_TOTAL if replays else None
+        )
 
     for name, x in logits.items():
         want, got = both(x)
@@ -77,7 +79,14 @@ def test_routes_are_the_models(m, e, k, replays):
     ],
 )
 def test_refused(change, message):
-    given = {"parts": jnp.zeros((1, 4, 8)), "top_k": 2, "block": 8, "renormalize": None, "interpret": True}
+    given = {
+        "parts": jnp.zeros((1, 4, 8)),
+        "place": jnp.int32(0),
+        "top_k": 2,
+        "block": 8,
+        "renormalize": None,
+        "interpret": True,
+    }
     with pytest.raises(ValueError, match=message):
         pallas_triton.route(**given | change)
 
@@ -120,6 +129,6 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
     unlike = np.abs(program("triton", x, told[::-1])[0] - got[0]).max(-1)[:, 0]
     assert unlike[0] > 0.1 and unlike[1] == 0  # the token without a route takes its own
 
-    loss = lambda parts: ops.routed(parts, None, 2, None, "triton")[0].gates.sum()  # noqa: E731
+    loss = lambda parts: ops.routed(parts, jnp.int32(0), None, 2, None, "triton")[0].gates.sum()  # noqa: E731
     with pytest.raises(ValueError, match="implementation triton .* has no gradient"):
         jax.eval_shape(jax.grad(loss), jnp.zeros((1, 4, 8)))

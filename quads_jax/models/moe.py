@@ -50,7 +50,7 @@ class Dispatch(NamedTuple):
     """Rows in expert order, padded to whole blocks an expert. C = M k (token, choice) pairs, P padded rows.
 
     slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; sizes i32[E], multiples of
-    block; group i32[P/block] or None: the expert of a block, -1 for none, where it is known.
+    block; group i32[P/block] or None: the matrix of a block in `layers.STACKS`, -1 for none, where it is known.
     """
 
     slot: Array
@@ -84,15 +84,16 @@ def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispa
 
 
 def routed(
-    x: Array, w: Array, c: ModelConfig, replayed: Array | None, implementation: str
+    x: Array, w: Array, c: ModelConfig, place: Array, replayed: Array | None, implementation: str
 ) -> tuple[Array, Array, Array, Dispatch]:
     """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
+    place: of the layer among those of its stacked experts.
     Load statistics alone read the probabilities: a step that wants none leaves them out.
     """
     n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
     x, w = (a.astype(jnp.float32).reshape(a.shape[0], n, -1) for a in (x, w))
     parts = jnp.einsum("msd,esd->sme", x, w, precision=jax.lax.Precision.HIGHEST)
-    r, block = ops.routed(parts, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
+    r, block = ops.routed(parts, place, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
     d = Dispatch(r.slot, jnp.maximum(r.pair, 0), r.pair >= 0, r.sizes, block, r.group)
     return jax.nn.softmax(parts.sum(0), axis=-1), r.gates, r.ids, d
 
@@ -182,7 +183,7 @@ class MoE(nn.Module):
             replayed = replayed.reshape(-1, c.top_k)
         stored, routing = "experts" in self.variables.get(STACKS, {}), self.precision.routing
         if stored and routing is not None and x.shape[1] == 1:
-            probs, gates, ids, d = routed(tokens, router, c, replayed, routing)
+            probs, gates, ids, d = routed(tokens, router, c, self.place, replayed, routing)
         else:
             probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
             d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
