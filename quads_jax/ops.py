@@ -66,6 +66,13 @@ def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tu
     return blocked.blocks_of(group_sizes, rows, block), block
 
 
+def partial_logits(x: Array, w: Stacked, parts: int, implementation: str) -> Array:
+    """f32[S,M,E], whose sum over S = `parts` are the router's logits of x bf16[M,D]: w f32[L,E,D] of all layers is read
+    where it lies. implementation: as in `routed`.
+    """
+    return packed_ops.partial_logits(parts, implementation, None, x, w)
+
+
 def routed(
     parts: Array, place: Array, replayed: Array | None, top_k: int, renormalize: float | None, implementation: str
 ) -> tuple[Any, int]:

@@ -208,10 +208,16 @@ def project(p, implementation, block, x, w, order, active):
 
 
 @_without_gradient
+def partial_logits(p, implementation, block, x, w):
+    """`ops.partial_logits` in p parts; block is None."""
+    return implementations.choose_routing(implementation).partial_logits(x, w.array, w.layer, parts=p)
+
+
+@_without_gradient
 def routed(p, implementation, block, parts, place, replayed):
     """`ops.routed` of (top_k, renormalize) = p."""
     top_k, renormalize = p
-    route = implementations.choose_routing(implementation)
+    route = implementations.choose_routing(implementation).route
     return route(parts, place, replayed, top_k=top_k, block=block, renormalize=renormalize)
 
 

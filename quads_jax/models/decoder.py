@@ -178,8 +178,8 @@ def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs
 def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str, Any]:
     """Variables of `Decoder.apply` for packed parameters: decoded once, or arranged where the precision's
     implementation reads weights as they are stored. Arranged weights of a run's layers stay one array a projection,
-    in the collection STACKS. Channel orders become masks where masks are all that is read of them, those of arranged
-    weights likewise one array, in MASKS.
+    in the collection STACKS, and so do routers under a named routing. Channel orders become masks where masks are all
+    that is read of them, those of arranged weights likewise one array, in MASKS.
     """
     stacks: dict[str, Any] = {}
     masks: dict[str, Any] = {}
@@ -193,6 +193,9 @@ def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str
     def one(path: tuple, leaf: Any) -> Any:
         names = tuple(k.key for k in path)
         role = GEMM_ROLES.get(names[-2:])
+        if precision.routing is not None and names[-1] == "router":
+            put(stacks, names, ops.Stacked(leaf))
+            return None
         if not names[0].startswith("run_") or role is None:
             return leaf
         if not isinstance(leaf, ops.Arranged):

@@ -84,16 +84,14 @@ def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispa
 
 
 def routed(
-    x: Array, w: Array, c: ModelConfig, place: Array, replayed: Array | None, implementation: str
+    x: Array, w: ops.Stacked, c: ModelConfig, replayed: Array | None, implementation: str
 ) -> tuple[Array, Array, Array, Dispatch]:
     """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
-    place: of the layer among those of its stacked experts.
     Load statistics alone read the probabilities: a step that wants none leaves them out.
     """
     n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
-    x, w = (a.astype(jnp.float32).reshape(a.shape[0], n, -1) for a in (x, w))
-    parts = jnp.einsum("msd,esd->sme", x, w, precision=jax.lax.Precision.HIGHEST)
-    r, block = ops.routed(parts, place, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
+    parts = ops.partial_logits(x, w, n, implementation)
+    r, block = ops.routed(parts, w.layer, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
     d = Dispatch(r.slot, jnp.maximum(r.pair, 0), r.pair >= 0, r.sizes, block, r.group)
     return jax.nn.softmax(parts.sum(0), axis=-1), r.gates, r.ids, d
 
@@ -183,8 +181,9 @@ class MoE(nn.Module):
             replayed = replayed.reshape(-1, c.top_k)
         stored, routing = "experts" in self.variables.get(STACKS, {}), self.precision.routing
         if stored and routing is not None and x.shape[1] == 1:
-            probs, gates, ids, d = routed(tokens, router, c, self.place, replayed, routing)
+            probs, gates, ids, d = routed(tokens, router, c, replayed, routing)
         else:
+            router = router.own() if isinstance(router, ops.Stacked) else router
             probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
             d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         if self.is_mutable_collection(RECORDED):
