@@ -57,6 +57,19 @@ class Arranged:
         return packed, None if self.scale is None else self.scale.reshape(-1, self.scale.shape[-2])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Of arrays [L, ...] of all layers that of `layer` i32[], which a kernel reads where it lies, as in `Arranged`."""
+
+    array: Array
+    layer: Array | None = None
+
+    def own(self) -> Array:
+        """The layer's array."""
+        return self.array[self.layer]
+
+
 def arrange(w: BlockTensor, permuted: bool) -> Arranged:
     """A quantized weight for the GEMMs that read its format."""
     if w.fmt == FP8:
@@ -262,25 +275,34 @@ QUANTIZING_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-def _triton_routing(*args: Any, **kwargs: Any) -> Any:
+class Routing(NamedTuple):
+    """A decode step's routing without gradients: signatures of `routing.logits.partial_logits` and of
+    `routing.pallas_triton.route`.
+    """
+
+    partial_logits: Callable[..., Array]
+    route: Callable[..., Any]
+
+
+def _triton_routing() -> Routing:
     if not _on_hopper():
         raise RuntimeError(
             f"routing triton runs on GPUs of compute capability 9, this is {jax.devices()[0].device_kind}: choose None"
         )
-    from pallas_kernels.routing import pallas_triton
+    from pallas_kernels.routing import logits, pallas_triton
 
-    return pallas_triton.route(*args, **kwargs)
-
-
-# A decode step's routing by one kernel, without gradients: signature of `routing.pallas_triton.route`.
-ROUTING: dict[str, Callable[..., Any]] = {"triton": _triton_routing}
+    return Routing(logits.partial_logits, pallas_triton.route)
 
 
-def choose_routing(implementation: str) -> Callable[..., Any]:
+# By kernels, loaded where they are named.
+ROUTING: dict[str, Callable[[], Routing]] = {"triton": _triton_routing}
+
+
+def choose_routing(implementation: str) -> Routing:
     """The routing by name. Unknown names raise ValueError."""
     if implementation not in ROUTING:
         raise ValueError(f"unknown routing {implementation!r}; implementations are {', '.join(ROUTING)}")
-    return ROUTING[implementation]
+    return ROUTING[implementation]()
 
 
 def can_read(implementation: str | None, fmt: BlockFormat | None, dtype: str) -> bool:

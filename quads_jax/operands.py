@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_gemm import reference
-from quads_jax.implementations import Arranged
+from quads_jax.implementations import Arranged, Stacked
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant import residual as rac
 from quads_jax.quant import tensor
@@ -33,6 +33,7 @@ class Operand:
     permuted: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+MASK_BLOCK = 16  # channels that a mask of policies block and adaptive keeps together
 PERMUTED = "permuted"  # BlockTensor.layout of weights whose K is in channel order
 
 
@@ -211,14 +212,28 @@ def select(
     if policy == "static":  # the operand is already in channel order
         return jnp.arange(residual.shape[-1]) < channels
     if policy in ("block", "adaptive"):
-        mask = need(order)
-        mask = mask if mask.dtype == bool else rac.order_mask(mask, channels)
+        mask = chosen(order, channels)
         return mask if mask.ndim == 1 else mask[ids]  # a row an expert
     if policy == "token":
         return rac.token_mask(residual, channels)
     rows = residual.reshape(-1, residual.shape[-1])
     scores = rac.residual_scores(rows, None if active is None else active.reshape(-1))
     return rac.order_mask(rac.channel_order(scores, policy), channels)
+
+
+def chosen(order: Array | Stacked | None, channels: int) -> Array:
+    """Of policies block and adaptive, the compensated channels bool[..., K] by an order i32[..., K], a mask of them, or
+    the layer's of `kept_blocks`.
+    """
+    order = need(order)
+    if isinstance(order, Stacked):
+        return jnp.repeat(order.own() != 0, MASK_BLOCK, axis=-1)
+    return order if order.dtype == bool else rac.order_mask(order, channels)
+
+
+def kept_blocks(mask: Array) -> Array:
+    """A mask of channels bool[..., K] as quantizing kernels read it: u8[..., K/16]."""
+    return mask[..., ::MASK_BLOCK].astype(jnp.uint8)
 
 
 def channel_mask(order: Array, p: LayerPrecision) -> Array:

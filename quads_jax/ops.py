@@ -26,6 +26,7 @@ from quads_jax.implementations import (  # noqa: F401
     ROUTING,
     Arranged,
     Grouped,
+    Stacked,
     choose,
     choose_packed,
     is_automatic,
@@ -37,6 +38,7 @@ from quads_jax.operands import (  # noqa: F401
     activation,
     channel_mask,
     flat,
+    kept_blocks,
     permute,
     permute_weight,
     prepare_weight,
@@ -64,15 +66,22 @@ def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tu
     return blocked.blocks_of(group_sizes, rows, block), block
 
 
+def partial_logits(x: Array, w: Stacked, parts: int, implementation: str) -> Array:
+    """f32[S,M,E], whose sum over S = `parts` are the router's logits of x bf16[M,D]: w f32[L,E,D] of all layers is read
+    where it lies. implementation: as in `routed`.
+    """
+    return packed_ops.partial_logits(parts, implementation, None, x, w)
+
+
 def routed(
-    parts: Array, replayed: Array | None, top_k: int, renormalize: float | None, implementation: str
+    parts: Array, place: Array, replayed: Array | None, top_k: int, renormalize: float | None, implementation: str
 ) -> tuple[Any, int]:
     """(`routing.pallas_triton.Routes`, rows a block) of a decode step whose experts are read as they are stored: parts
-    f32[S,M,E] whose sum are the router's logits, replayed i[M,k] or None, renormalize as that module's `route` takes
-    them. implementation: one of ROUTING, without a gradient.
+    f32[S,M,E] whose sum are the router's logits, place i32[], replayed i[M,k] or None, renormalize as that module's
+    `route` takes them. implementation: one of ROUTING, without a gradient.
     """
     block = blocked.block_rows(parts.shape[1] * top_k, parts.shape[2], LEAST_PACKED_BLOCK)
-    return packed_ops.routed((top_k, renormalize), implementation, block, parts, replayed), block
+    return packed_ops.routed((top_k, renormalize), implementation, block, parts, place, replayed), block
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -206,10 +215,10 @@ def grouped_project(
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
-    divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the group of each
-    block of rows, -1 for none, where it is known. source (i32[M], bool[M]), with `block` and where `takes_source`: row
-    m is x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once, however many rows read
-    it, but by implementations that quantize in the product.
+    divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the matrix of each
+    block of rows, of a weight of all layers among all of them, -1 for none, where it is known. source (i32[M],
+    bool[M]), with `block` and where `takes_source`: row m is x[source[m]], x f[T, K] or what `quantized` made of it, or
+    zero; each is quantized once, however many rows read it, but by implementations that quantize in the product.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape

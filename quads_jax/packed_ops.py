@@ -17,6 +17,7 @@ from quads_jax.implementations import (
     DIRECT_IMPLEMENTATIONS,
     Arranged,
     Quantized,
+    Stacked,
     arrange,
     can_read,
     choose_packed,
@@ -28,12 +29,13 @@ from quads_jax.operands import (
     Input,
     activation,
     check_packed_for,
+    chosen,
     decoded,
     flat,
+    kept_blocks,
     need,
     permute,
     round_bf16,
-    select,
     value,
 )
 from quads_jax.precision import LayerPrecision
@@ -134,8 +136,8 @@ def _raw_activation(
     channels = rac.num_channels(spec.ratio, width)
     if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
         return x, made | {"residual": channels}
-    mask = select(x, policy=spec.policy, channels=channels, order=order, ids=ids, active=None)
-    return x, made | {"residual": width, "mask": mask[..., ::16]}
+    mask = order.array if isinstance(order, Stacked) else kept_blocks(chosen(order, channels))
+    return x, made | {"residual": width, "mask": mask.reshape(-1, mask.shape[-1])}
 
 
 def _packed_activation(
@@ -150,8 +152,7 @@ def _packed_activation(
         quantizing = _quantizing(implementation, p, x.shape[-1])
         if quantizing is not None:
             x, how = _raw_activation(x, p, order, ids)
-            by_row = "mask" in how and how["mask"].ndim == 2
-            return quantizing, {"x": x} | ({"mask": how.pop("mask")} if by_row else {}), how
+            return quantizing, {"x": x}, how
         xa = activation(x, p, order, ids, active, "bfloat16")
         residual = None if xa.residual is None else xa.residual[:, : xa.residual_width]
         by_row = _given({"x": _as_stored(xa.values, p), "residual": residual, "token_scale": xa.scale})
@@ -176,7 +177,8 @@ def quantized(p, implementation, block, x, order):
     """The activations bf16[M, K] of x [..., K], which `fuses`, and the same `Quantized`, by one kernel. block: None."""
     with jax.named_scope("quantize"):
         x, how = _raw_activation(flat(x), p, order, None)
-        return implementations.quantize_rows(p.activation, x, **how)
+        own = {"group": order.layer[None]} if isinstance(order, Stacked) else {}
+        return implementations.quantize_rows(p.activation, x, **own, **how)
 
 
 @_without_gradient
@@ -197,22 +199,29 @@ def project(p, implementation, block, x, w, order, active):
 
 
 @_without_gradient
-def routed(p, implementation, block, parts, replayed):
+def partial_logits(p, implementation, block, x, w):
+    """`ops.partial_logits` in p parts; block is None."""
+    return implementations.choose_routing(implementation).partial_logits(x, w.array, w.layer, parts=p)
+
+
+@_without_gradient
+def routed(p, implementation, block, parts, place, replayed):
     """`ops.routed` of (top_k, renormalize) = p."""
     top_k, renormalize = p
-    route = implementations.choose_routing(implementation)
-    return route(parts, replayed, top_k=top_k, block=block, renormalize=renormalize)
+    route = implementations.choose_routing(implementation).route
+    return route(parts, place, replayed, top_k=top_k, block=block, renormalize=renormalize)
 
 
 @_without_gradient
 def grouped_project(p, implementation, block, x, w, sizes, group, source, order, active):
     """`ops.grouped_project` of a weight as it is stored."""
     w = _packed_operand(w, p)
+    first = 0 if w.layer is None else w.layer * w.shape[0]
     if source is None:
         if group is None:
             ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
         else:
-            ids, inside = jnp.repeat(jnp.maximum(group, 0), block), jnp.repeat(group >= 0, block)
+            ids, inside = jnp.repeat(jnp.maximum(group - first, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
             x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
         product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
@@ -221,7 +230,6 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
         product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
         by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
     packed, channel_scale = w.matrices()
-    first = 0 if w.layer is None else w.layer * w.shape[0]
     how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

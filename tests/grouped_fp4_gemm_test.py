@@ -23,14 +23,15 @@ def product(x, w, **kwargs):
 def quantized(x, w, *, residual, mask, **kwargs):
     """`mosaic.quantized_matmul` by its definition, on the host."""
 
-    def values(x):
+    def values(x, group):
         keep = np.arange(x.shape[1]) < residual
-        keep = keep if mask is None else keep & mask.repeat(16)
+        if mask is not None:
+            keep = keep & (mask[np.maximum(group, 0)].repeat(16, 1) != 0).repeat(len(x) // len(group), 0)
         values, left, scale = quantizer.expected(np.asarray(x, np.float32), keep)
         return values + left, scale[:, None]
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.shape, (x.shape[0], 1))]
-    both, scale = jax.pure_callback(values, shapes, x)
+    both, scale = jax.pure_callback(values, shapes, x, kwargs["group"])
     parts = both.astype(jnp.bfloat16), (both - both.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
     return reference.matmul(parts[0], w, residual=parts[1], token_scale=scale, **kwargs)
 

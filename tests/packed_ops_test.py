@@ -86,19 +86,21 @@ def made(x, norm=None, swiglu=False):
     return ops.Input(x, *(norm or (None, 0.0)), "bfloat16").value() if swiglu or norm is not None else x
 
 
-def quantize(x, residual=0, mask=None, norm=None, swiglu=False):
+def quantize(x, residual=0, mask=None, group=None, norm=None, swiglu=False):
     """(values, residual or None, scale, what was quantized) of a quantizing implementation, from its definition."""
     x = made(x, norm, swiglu)
     keep = jnp.arange(x.shape[1]) < residual
-    keep = keep if mask is None else keep & jnp.repeat(mask, 16, axis=-1)
+    if mask is not None:
+        own = jnp.zeros(1, jnp.int32) if len(mask) == 1 else jnp.maximum(group, 0)
+        keep = keep & jnp.repeat(jnp.repeat(mask[own] != 0, 16, axis=1), len(x) // len(own), axis=0)
     values, left, scale = compensate(ops.round_bf16(x), NVFP4, keep)  # a cast that is undone XLA would drop
     return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, x
 
 
-def quantizing(x, w, *, residual=0, mask=None, norm=None, swiglu=False, **kwargs):
+def quantizing(x, w, *, residual=0, mask=None, group=None, norm=None, swiglu=False, **kwargs):
     """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
-    values, left, scale, _ = quantize(x, residual, mask, norm, swiglu)
-    return fp4_reference.matmul(values, w, residual=left, token_scale=scale, **kwargs)
+    values, left, scale, _ = quantize(x, residual, mask, group, norm, swiglu)
+    return fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs)
 
 
 def quantizing_fp8(x, w, *, norm=None, swiglu=False, **kwargs):

@@ -38,10 +38,12 @@ def test_the_order_is_the_gemms():
     np.testing.assert_array_equal(prove.arranged(a, 8, 128), want)
 
 
+MASKS = np.uint8(np.arange(3 * 12).reshape(3, 12) % 5 > 1)
 CASES = {
     "none": (5, 128, 8, 0, {}),
     "leading": (21, 320, 8, 80, {}),
-    "blocks of each row": (21, 192, 16, 96, {"mask": np.arange(21 * 12).reshape(21, 12) % 5 > 1, "stacked": True}),
+    "a layer's blocks": (21, 192, 16, 96, {"mask": MASKS, "group": np.int32([2])}),
+    "an expert's blocks": (48, 192, 16, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "stacked": True}),
 }
 
 
@@ -116,7 +118,13 @@ def test_the_proof_sees_a_mutation(name, monkeypatch):
         (np.ones((2, 32)), {"tokens": 12}, "tokens=12 is no power of two"),
         (np.ones((2, 32)), {"residual": 24}, "residual=24 is not a multiple of 16"),
         (np.ones((2, 32)), {"stacked": True}, "but residual=0"),
-        (np.ones((2, 32)), {"residual": 16, "mask": np.ones(32, bool)}, r"mask is bool \(32,\): pass bool \[2\]"),
+        (np.ones((2, 32)), {"residual": 16, "mask": np.ones((1, 2), bool)}, r"mask is bool .* pass uint8 \[G, 2\]"),
+        (np.ones((2, 32)), {"residual": 16, "mask": np.ones((3, 2), np.uint8)}, "mask has 3 rows: pass group"),
+        (
+            np.ones((12, 32)),
+            {"residual": 16, "mask": np.ones((3, 2), np.uint8), "group": np.int32([0, 1, 2])},
+            "group has 3 blocks of M=12 rows: pass blocks of a multiple of tokens=8",
+        ),
         (np.ones((2, 128)), {"residual": 80, "width": 64}, "width=64 of a residual of 80"),
         (np.ones((2, 64)), {"swiglu": True}, "x is bfloat16 .* pass float32"),
         (np.ones((2, 64)), {"norm": (np.ones(32, np.float32), 1e-6)}, r"is float32 \(32,\): pass float32 \[64\]"),
@@ -128,13 +136,13 @@ def test_bad_arguments(x, how, complaint):
         pallas_triton.quantize(x, **{"tokens": 8} | how)
 
 
-def stand_in(x, *, tokens, residual, mask, stacked, width, interpret, norm, swiglu):
+def stand_in(x, *, tokens, residual, mask, group, stacked, width, interpret, norm, swiglu):
     """The kernel's results by its definition: its interpreter is not the GEMM's."""
     whole = -(-x.shape[1] // 64) * 64
     keep = np.arange(x.shape[1]) < residual
-    values, left, scale = prove.expected(
-        np.asarray(x, np.float32), keep if mask is None else keep & mask.repeat(16, -1)
-    )
+    if mask is not None:
+        keep = keep & (mask[np.maximum(group, 0)].repeat(16, 1) != 0).repeat(len(x) // len(group), 0)
+    values, left, scale = prove.expected(np.asarray(x, np.float32), keep)
     xs = prove.arranged(values, tokens, whole)
     r = prove.arranged(left, tokens, whole if stacked else width or 64)
     if stacked:
@@ -160,10 +168,11 @@ def test_the_gemm_takes_them(m, n, k, residual, experts, config, monkeypatch):
     w = layout.pack(codes, rng.integers(0x30, 0x48, (experts or 1, n, k // 16), np.uint8))
     x = jnp.asarray(rng.standard_t(2, (m, k)), jnp.bfloat16)
     group = None if experts is None else jnp.asarray([2, -1, 1], jnp.int32)
-    mask = None if residual < k else np.arange(k // 16) % 2 == 0
-    values, left, scale = prove.expected(
-        np.asarray(x, np.float32), (np.arange(k) < residual) & (True if mask is None else mask.repeat(16))
-    )
+    mask = None if residual < k else np.uint8(np.add.outer(np.arange(experts), np.arange(k // 16)) % 2)
+    keep = np.arange(k) < residual
+    if mask is not None:
+        keep = keep & (mask[[2, 0, 1]].repeat(16, 1) != 0).repeat(m // 3, 0)
+    values, left, scale = prove.expected(np.asarray(x, np.float32), keep)
     left = jnp.asarray(left[:, :residual], jnp.bfloat16) if residual else None
     scales = {"channel_scale": jnp.full((experts or 1, 1), 0.25), "group": group}
     want = reference.matmul(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_gemm.blocked import block_groups
-from pallas_kernels.routing import pallas_triton
+from pallas_kernels.routing import logits, pallas_triton
 from quads_jax import implementations, ops
 from quads_jax.models.layers import STACKS
 from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route
@@ -19,6 +19,7 @@ from tests import tiny
 GPU = jax.default_backend() == "gpu"
 QUICK = {} if GPU else {"xla_backend_optimization_level": 0}
 kernel = functools.partial(pallas_triton.route, interpret=not GPU)
+partial_logits = functools.partial(logits.partial_logits, interpret=not GPU)
 # M, E, k, replayed: no power of two among them; two chunks of tokens; on a GPU the sizes of published models too
 SHAPES = [(1, 3, 1, False), (16, 40, 3, False), (70, 72, 2, True)]
 LARGE = [(64, 128, 8, False), (64, 128, 8, True), (256, 128, 8, True), (32, 512, 10, False), (5, 256, 8, True)]
@@ -52,10 +53,12 @@ def test_routes_are_the_models(m, e, k, replays):
         d = dispatch_of(ids, e, ops.LEAST_PACKED_BLOCK)
         group, used = block_groups(d.sizes, d.pair.size, d.block)
         want = pallas_triton.Routes(
-            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, group, -1), d.sizes
+            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, 3 * e + group, -1), d.sizes
         )
         halves = jnp.stack([x / 2, x / 2])
-        return want, kernel(halves, told, top_k=k, block=d.block, renormalize=LEAST_TOTAL if replays else None)
+        return want, kernel(
+            halves, jnp.int32(3), told, top_k=k, block=d.block, renormalize=LEAST_TOTAL if replays else None
+        )
 
     for name, x in logits.items():
         want, got = both(x)
@@ -77,9 +80,36 @@ def test_routes_are_the_models(m, e, k, replays):
     ],
 )
 def test_refused(change, message):
-    given = {"parts": jnp.zeros((1, 4, 8)), "top_k": 2, "block": 8, "renormalize": None, "interpret": True}
+    given = {
+        "parts": jnp.zeros((1, 4, 8)),
+        "place": jnp.int32(0),
+        "top_k": 2,
+        "block": 8,
+        "renormalize": None,
+        "interpret": True,
+    }
     with pytest.raises(ValueError, match=message):
         pallas_triton.route(**given | change)
+
+
+@pytest.mark.parametrize("m, e, d, parts", [(5, 20, 96, 3), (33, 16, 512, 2), *[(64, 128, 2048, 2)] * GPU])
+def test_partial_logits_are_a_float32_product(m, e, d, parts):
+    """Not one of bf16, nor of two bf16 parts of a weight; tiles that are not full, another layer's weight a NaN."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(m, d)), jnp.bfloat16), np.float32(rng.normal(size=(3, e, d)))
+    w[:2] = np.nan
+    got = partial_logits(x, jnp.asarray(w), jnp.int32(2), parts=parts)
+    split = [np.float64(a).reshape(len(a), parts, -1) for a in (x, w[2])]
+    want, size = (np.einsum("msd,esd->sme", *terms) for terms in (split, map(np.abs, split)))
+    assert np.abs(got - want).max() < 2e-7 * size.max()  # observed 4e-8; of two bf16 parts 6e-7
+
+
+def test_partial_logits_refused():
+    x, w = jnp.zeros((4, 32), jnp.bfloat16), jnp.zeros((2, 8, 32))
+    with pytest.raises(ValueError, match=r"x is float32 \(4, 32\), w float32 \(2, 8, 32\): pass bfloat16 \[M, D\]"):
+        logits.partial_logits(x.astype(jnp.float32), w, jnp.int32(0), parts=1)
+    with pytest.raises(ValueError, match="parts=5 of D=32 channels: pass a divisor"):
+        logits.partial_logits(x, w, jnp.int32(0), parts=5)
 
 
 def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
@@ -90,15 +120,14 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
         "down": rng.normal(size=(2, cfg.experts, cfg.d_model, cfg.d_expert)),
     }
     arranged = {name: ops.Arranged(jnp.asarray(a, jnp.bfloat16), None) for name, a in stacked.items()}
-    params = {"router": jnp.float32(rng.normal(size=(cfg.experts, cfg.d_model)))}
-    params["experts"] = dict.fromkeys(stacked, jnp.int32(1))
+    router = ops.Stacked(jnp.float32(rng.normal(size=(2, cfg.experts, cfg.d_model))))
     x = jnp.asarray(rng.normal(size=(3, 1, cfg.d_model)), jnp.bfloat16)
     told = jnp.int8([[[3, 0]], [[NO_ROUTE] * 2], [[1, 2]]])
 
     def layer(name, x, told=None):
         """(y, load statistics, recorded routes)."""
-        moe = MoE(cfg, Precision(implementation="direct_reference", routing=name), name="moe")
-        variables = {"params": params, STACKS: {"experts": arranged}}
+        moe = MoE(cfg, Precision(implementation="direct_reference", routing=name), jnp.int32(1), name="moe")
+        variables = {STACKS: {"experts": arranged, "router": router}}
         variables |= {} if told is None else {REPLAYED: {"ids": told}}
         (y, load), kept = moe.apply(variables, x, jnp.ones(x.shape[:2], bool), None, mutable=[RECORDED])
         return y, load, kept[RECORDED]["ids"]
@@ -109,7 +138,8 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
         with pytest.raises(RuntimeError, match="routing triton runs on GPUs of .*, this is cpu: choose None"):
             jax.eval_shape(functools.partial(layer, "triton"), x)
     seen = lambda *args, **options: (calls.append(args[0].shape), kernel(*args, **options))[1]  # noqa: E731
-    monkeypatch.setitem(implementations.ROUTING, "triton", seen)
+    own = implementations.Routing(partial_logits, seen)
+    monkeypatch.setitem(implementations.ROUTING, "triton", lambda: own)
     jax.eval_shape(functools.partial(layer, "triton"), jnp.concatenate([x, x], axis=1))
     assert not calls  # two tokens a sequence: no decode step
     program = jax.jit(layer, static_argnums=0, compiler_options=QUICK)
@@ -121,6 +151,6 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
     unlike = np.abs(program("triton", x, told[::-1])[0] - got[0]).max(-1)[:, 0]
     assert unlike[0] > 0.1 and unlike[1] == 0  # the token without a route takes its own
 
-    loss = lambda parts: ops.routed(parts, None, 2, None, "triton")[0].gates.sum()  # noqa: E731
+    loss = lambda parts: ops.routed(parts, jnp.int32(0), None, 2, None, "triton")[0].gates.sum()  # noqa: E731
     with pytest.raises(ValueError, match="implementation triton .* has no gradient"):
         jax.eval_shape(jax.grad(loss), jnp.zeros((1, 4, 8)))

@@ -14,7 +14,7 @@ from pallas_kernels.direct_gemm import reference as direct
 from pallas_kernels.fp4_gemm import reference as fp4
 from quads_jax import ops
 from quads_jax.models.decoder import Decoder, rollout_variables
-from quads_jax.models.layers import STACKS
+from quads_jax.models.layers import MASKS, STACKS
 from quads_jax.models.moe import dispatch_of
 from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
@@ -25,9 +25,21 @@ from tests.packed_ops_test import spied
 SIDES = {
     "FP8": ("direct_reference", recipe("FP8").rollout),
     "FP8, quantizing": ("direct_reference", recipe("FP8").rollout),
-    "NAIVE": ("fp4_reference", recipe("NAIVE").rollout),
-    "NAIVE, quantizing": ("fp4_reference", recipe("NAIVE").rollout),
+    "QUADS, quantizing": ("fp4_reference", recipe("QUADS", ratio=0.5, policy="block").rollout),
+    "QUADS": ("fp4_reference", recipe("QUADS", ratio=0.5, policy="block").rollout),
 }
+
+
+def orders(side):
+    """A random order of blocks for each product and layer."""
+    rng = np.random.default_rng(1)
+
+    def one(like):
+        count = like.shape[-1] // 16
+        blocks = rng.permuted(np.broadcast_to(np.arange(count), (*like.shape[:-1], count)), axis=-1)
+        return jnp.asarray((blocks[..., None] * 16 + np.arange(16)).reshape(like.shape), jnp.int32)
+
+    return jax.tree.map(one, jax.eval_shape(lambda: random_packed(tiny.MODEL, side, 0)[1]))
 
 
 @pytest.mark.parametrize("name", SIDES)
@@ -37,15 +49,17 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
     """
     implementation, side = SIDES[name]
     calls = spied(monkeypatch, implementation) if "quantizing" in name else []
-    weights = jax.jit(lambda: pack(tiny.params(), {}, side))()
+    quant = orders(side)
+    weights = jax.jit(lambda: pack(tiny.params(), quant, side))()
     at, alive = jnp.full(3, 5, jnp.int32), jnp.ones((3, 1), bool)
     noise = np.random.default_rng(0).normal(size=(2, tiny.MODEL.layers, 3, 6, 1, 16))
     step = {"positions": at[:, None], "index": at, "key_valid": jnp.ones((3, 6), bool)}
 
     def logits(weights, implementation):
         precision = dataclasses.replace(side, implementation=implementation)
-        variables = rollout_variables(weights, {}, precision)
+        variables = rollout_variables(weights, quant, precision)
         assert (STACKS in variables) == (implementation is not None)
+        assert (MASKS in variables) == (implementation is not None and "QUADS" in name)
         cache = tuple(jnp.asarray(noise, jnp.bfloat16))
         return Decoder(tiny.MODEL, precision).apply(variables, at[:, None], alive, cache=cache, **step)[0]
 
@@ -116,7 +130,7 @@ def test_dispatch_by_comparing_is_that_by_sorting(least, monkeypatch):
 
 
 def test_random_weights_are_made_in_the_order_in_which_they_are_read():
-    implementation, side = SIDES["NAIVE"]
+    side, implementation = recipe("NAIVE").rollout, "fp4_reference"
     precision = dataclasses.replace(side, implementation=implementation)
     quick = {"xla_backend_optimization_level": 0}
     packed = jax.jit(lambda: random_packed(tiny.MODEL, precision, 0)[0], compiler_options=quick)()

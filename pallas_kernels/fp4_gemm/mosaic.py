@@ -62,7 +62,8 @@ def quantized_matmul(
     interpret: bool = False,
 ) -> Array:
     """`matmul` of the NVFP4 activations, a global scale a token, that `quantize_residual` makes of x bf16[M, K] in the
-    kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks.
+    kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks: u8[1, K/16], or
+    a matrix its own, u8[E, K/16].
 
     Other arguments and errors as `matmul`, x, residual, mask, norm and swiglu as
     `quantize_residual.pallas_triton.quantize`.
@@ -71,8 +72,8 @@ def quantized_matmul(
     reference.check(made, w, None, None, channel_scale, group, out_dtype, False)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
-    how = {"residual": residual, "mask": mask, "stacked": c.stacked, "width": width, "interpret": interpret}
-    how |= {"norm": norm, "swiglu": swiglu}
+    how = {"residual": residual, "mask": mask, "group": group, "stacked": c.stacked, "width": width}
+    how |= {"norm": norm, "swiglu": swiglu, "interpret": interpret}
     quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
     scale = quantized.scale[: x.shape[0]]

@@ -36,7 +36,7 @@ def matmul(
 
     first: the matrix of group 0. rows: arguments of the product with a row a row of x. block: a promise that it divides
     M and every size, which saves padding; rows without a pair are zero then. None takes a power of two near the mean.
-    group i32[M / block]: with `block`, the group of each, -1 for none, where it is known. Other arguments are passed
+    group i32[M / block]: with `block`, the matrix of each, -1 for none, where it is known. Other arguments are passed
     on.
     """
     total, operands, sizes, padded = x.shape[0], {"x": x} | (rows or {}), group_sizes, None
@@ -46,7 +46,6 @@ def matmul(
         operands, sizes = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
     if group is None:
         group, used = blocked.block_groups(sizes, operands["x"].shape[0], block)
-    else:
-        used = group >= 0
-    y = product(operands.pop("x"), w, group=jnp.where(used, group + first, -1), **operands, **kwargs)
+        group = jnp.where(used, group + first, -1)
+    y = product(operands.pop("x"), w, group=group, **operands, **kwargs)
     return y if padded is None else blocked.unpad(y, padded, group_sizes, total)

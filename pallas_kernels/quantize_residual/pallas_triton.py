@@ -50,6 +50,7 @@ def quantize(
     tokens: int,
     residual: int = 0,
     mask: Array | None = None,
+    group: Array | None = None,
     stacked: bool = False,
     width: int | None = None,
     norm: tuple[Array, float] | None = None,
@@ -60,13 +61,14 @@ def quantize(
     """bf16 [M, K] -> its NVFP4 values and residual values, in the order of `layout.arrange`, and global scales.
 
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
-    multiple of 16; 0 for none. mask: bool [K/16] or [M, K/16], the blocks among them whose residual is kept; None keeps
-    all. width: S', a multiple of 64; None takes the next one, or K' where `stacked`, see Operands.
+    multiple of 16; 0 for none. mask: u8 [G, K/16], not 0 for the blocks among them whose residual is kept; None keeps
+    all. group: i32[B], the row of a `mask` of several for each block of M / B rows, where B > 1 a multiple of `tokens`;
+    below 0, any. width: S', a multiple of 64; None takes the next one, or K' where `stacked`, see Operands.
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
     gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
-    m, k = _check(x, tokens, residual, mask, stacked, norm, swiglu)
+    m, k = _check(x, tokens, residual, mask, group, stacked, norm, swiglu)
     tiles = -(-k // TILE)
     if width is None:
         width = tiles * TILE if stacked else -(-residual // TILE) * TILE
@@ -100,8 +102,9 @@ def quantize(
         operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
         in_specs.append(pl.BlockSpec((1, blocks, *_THREAD), lambda i: (0, 0, 0, 0)))
     if mask is not None:
-        operands.append(mask.astype(jnp.uint8).reshape(-1, k // BLOCK))
-        in_specs.append(spec(blocks) if mask.ndim == 2 else pl.BlockSpec((1, blocks), lambda i: (0, 0)))
+        indexed = [] if mask.shape[0] == 1 else [group]
+        operands += [*indexed, mask]
+        in_specs += [pl.BlockSpec(a.shape, lambda i, a=a: (0,) * a.ndim) for a in (*indexed, mask)]
     how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
     how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
     results = pl.pallas_call(
@@ -121,7 +124,14 @@ def quantize(
 
 
 def _check(
-    x: Array, tokens: int, residual: int, mask: Array | None, stacked: bool, norm: Any, swiglu: bool
+    x: Array,
+    tokens: int,
+    residual: int,
+    mask: Array | None,
+    group: Array | None,
+    stacked: bool,
+    norm: Any,
+    swiglu: bool,
 ) -> tuple[int, int]:
     """(M, K)."""
     if x.ndim != 2 or x.dtype != (jnp.float32 if swiglu else jnp.bfloat16) or (swiglu and x.shape[1] % 2):
@@ -137,10 +147,14 @@ def _check(
         raise ValueError(f"residual={residual} is not a multiple of {BLOCK} from 0 to K={k}")
     if not residual and (stacked or mask is not None):
         raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
-    if mask is not None and (mask.dtype != jnp.bool_ or mask.shape not in ((k // BLOCK,), (m, k // BLOCK))):
-        raise ValueError(
-            f"mask is {mask.dtype} {mask.shape}: pass bool [{k // BLOCK}] or [{m}, {k // BLOCK}], by block"
-        )
+    if mask is None:
+        return m, k
+    if mask.dtype != jnp.uint8 or mask.ndim != 2 or mask.shape[1] != k // BLOCK or not len(mask):
+        raise ValueError(f"mask is {mask.dtype} {mask.shape}: pass uint8 [G, {k // BLOCK}], by block of {BLOCK}")
+    if len(mask) > 1 and group is None:
+        raise ValueError(f"mask has {len(mask)} rows: pass group, the row of each block of x's")
+    if len(mask) > 1 and len(group) > 1 and m % (len(group) * tokens):
+        raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
     return m, k
 
 
@@ -158,12 +172,13 @@ def _kernel(
     keep: bool,
     interpret: bool,
 ) -> None:
-    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, mask [R or 1, B] if
-    `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an array of their own, global scales [R, 1],
-    the quantized [R, B, V, E] if `keep`.
+    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] of more masks
+    than one and mask [G, K/16] if `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an array of
+    their own, global scales [R, 1], the quantized [R, B, V, E] if `keep`.
     """
     refs = list(refs)
     weight_ref = None if eps is None else refs.pop(0)
+    group_ref = refs.pop(0) if masked and refs[0].ndim == 1 else None
     mask_ref = refs.pop(0) if masked else None
     kept_ref = refs.pop() if keep else None
     rows, blocks = x_ref.shape[0], x_ref.shape[-3]
@@ -213,8 +228,12 @@ def _kernel(
         return
     keep = block < residual // BLOCK
     if masked:
-        columns = lax.broadcasted_iota(jnp.int32, mask_ref.shape, 1) < k // BLOCK
-        keep &= load(mask_ref, inside if mask_ref.shape[0] == rows else columns) != 0
+        own = jnp.int32(0)
+        if group_ref is not None:  # a program's rows are of one block
+            first = lax.div(pl.program_id(0) * rows, m // group_ref.shape[0])
+            own = jnp.maximum(group_ref[first if group_ref.shape[0] > 1 else 0], 0)
+        column = jnp.arange(blocks)
+        keep &= (plt.load(mask_ref.at[own, column], mask=column < k // BLOCK, other=0) != 0)[None]
     scale = jnp.where(finite, unit.global_scale, 0.0)
     left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)

@@ -104,22 +104,24 @@ def exact(
     residual: int = 0,
     *,
     mask: Any = None,
+    group: Any = None,
     stacked: bool = False,
     norm: Any = None,
     swiglu: bool = False,
     interpret: bool = False,
 ) -> dict[str, Any]:
     """One call, twice: {"ok"}, or what is wrong of which result. x: bf16 [M, K], with `swiglu` f32 [M, 2K]; norm: a
-    weight f32 [K].
+    weight f32 [K]; mask u8 [G, K/16], group i32[B].
     """
     how = {"tokens": tokens, "residual": residual, "stacked": stacked, "interpret": interpret}
     how |= {"swiglu": swiglu, "keep": swiglu or norm is not None}
 
-    def call(x, mask, weight):
-        return pallas_triton.quantize(x, mask=mask, norm=None if weight is None else (weight, EPS), **how)
+    def call(x, mask, group, weight):
+        norm = None if weight is None else (weight, EPS)
+        return pallas_triton.quantize(x, mask=mask, group=group, norm=norm, **how)
 
     run = jax.jit(call)
-    got = [run(jnp.asarray(x), mask, norm) for _ in range(2)]
+    got = [run(jnp.asarray(x), mask, group, norm) for _ in range(2)]
     if how["keep"]:
         row = between(got[0].kept, limits(x, norm))
         if not row["ok"]:
@@ -127,7 +129,9 @@ def exact(
         x = np.asarray(got[0].kept)
     m, k = x.shape
     keep = np.arange(k) < residual
-    keep = keep if mask is None else keep & mask.repeat(16, -1)
+    if mask is not None:
+        own = np.zeros(1, np.int32) if group is None else np.maximum(group, 0)
+        keep = keep & (mask[own].repeat(16, 1) != 0).repeat(m // len(own), 0)
     values, left, scale = expected(np.asarray(x, np.float32), keep)
     whole = -(-k // 64) * 64
     want = {"x": arranged(values, tokens, whole), "scale": np.pad(scale, (0, -m % tokens))}
@@ -224,16 +228,17 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         add("Student t(2)", m, k, tokens)
         add("Student t(2)", m, k, tokens, k)
         add("Student t(2)", m, k, tokens, k, stacked=True)
-    of_rows = np.random.default_rng(0).random((37, 65)) < 0.5
-    add("outlier channels", 37, 1040, 16, 1040, mask=np.arange(65) % 3 == 0)
-    add("outlier channels", 2050, 1040, 16, 1040, mask=np.arange(65) % 3 == 0, stacked=True)
-    add("outlier channels", 37, 1040, 16, 1040, mask=of_rows, stacked=True)
-    add("outlier channels", 37, 1040, 16, 528, mask=of_rows)
+    masks = np.random.default_rng(0).integers(0, 2, (5, 65), np.uint8)
+    add("outlier channels", 37, 1040, 16, 1040, mask=masks[:1])
+    add("outlier channels", 2050, 1040, 16, 1040, mask=masks[:1], stacked=True)
+    add("outlier channels", 37, 1040, 16, 1040, mask=masks, group=np.int32([3]))
+    add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), stacked=True)
+    add("outlier channels", 96, 1040, 16, 528, mask=masks, group=np.int32([2, 0, 3]))
     for k in (2048, 768, 4096):
         weight = np.random.default_rng(k).normal(size=k).astype(np.float32)
         for name in ("normal", "outlier channels", "wide", "tiny rows"):
             add(name, 64, k, 16, k, stacked=True, norm=weight)
-        add("gates", 64, k, 8, k, stacked=True, mask=np.arange(k // 16) % 3 == 0, swiglu=True)
+        add("gates", 64, k, 8, k, stacked=True, mask=np.uint8(np.arange(k // 16) % 3 == 0)[None], swiglu=True)
         add("gates", 5, k, 8, swiglu=True)
     add("hostile", 24, 64, 8, 64, norm=np.linspace(-2, 2, 64, dtype=np.float32))
     add("hostile gates", 8, 64, 8, 64, swiglu=True)

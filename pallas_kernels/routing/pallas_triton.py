@@ -25,8 +25,8 @@ _NUMBERS = 32  # of them, a thread
 
 class Routes(NamedTuple):
     """C = M k (token, choice) pairs in P rows, each expert's padded to whole blocks. gates f32[M,k], ids i32[M,k]; slot
-    i32[C]: the row of a pair; pair i32[P]: of a row, group i32[P/block]: the expert of a block of rows, both -1 for
-    none; sizes i32[E], in rows.
+    i32[C]: the row of a pair; pair i32[P]: of a row, group i32[P/block]: the expert of a block of rows, counted on from
+    those of the layers before, both -1 for none; sizes i32[E], in rows.
     """
 
     gates: Array
@@ -41,6 +41,7 @@ class Routes(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("top_k", "block", "renormalize", "interpret"))
 def route(
     parts: Array,
+    place: Array,
     replayed: Array | None = None,
     *,
     top_k: int,
@@ -51,9 +52,10 @@ def route(
     """The k most probable experts of each token, of equal ones the first, and rows in expert order, those of an expert
     in the order of pairs.
 
-    parts f32[S,M,E]: sums over parts of the router's products, whose total are the logits. replayed i[M,k]: experts
-    instead of the router's where not negative. block: rows. renormalize: gates are divided by their sum, at least by
-    this; None leaves probabilities. interpret: runs without a GPU, for tests. Raises ValueError for anything else.
+    parts f32[S,M,E]: sums over parts of the router's products, whose total are the logits. place i32[]: layers of E
+    experts before this one. replayed i[M,k]: experts instead of the router's where not negative. block: rows.
+    renormalize: gates are divided by their sum, at least by this; None leaves probabilities. interpret: runs without a
+    GPU, for tests. Raises ValueError for anything else.
     """
     s, m, experts = _check(parts, replayed, top_k, block)
     pairs = m * top_k
@@ -73,8 +75,8 @@ def route(
         "before": (tokens * width, tokens * width, jnp.int32),  # [M', E'] pairs with an expert, of earlier tokens
         "probs": (tokens * width, tokens * width, jnp.float32),  # [M', E']
     }
-    in_specs = [pl.BlockSpec((s, tokens, width), lambda i: (0, 0, 0))]
-    given = [parts]
+    in_specs = [pl.BlockSpec((s, tokens, width), lambda i: (0, 0, 0)), pl.BlockSpec((1,), lambda i: (0,))]
+    given = [parts, place.reshape(1)]
     if replayed is not None:
         given.append(replayed.reshape(-1))
         in_specs.append(pl.BlockSpec((whole(pairs),), lambda i: (0,)))
@@ -111,6 +113,7 @@ def _check(parts: Array, replayed: Array | None, top_k: int, block: int) -> tupl
 
 def _kernel(
     parts_ref: Any,
+    place_ref: Any,
     *refs: Any,
     names: tuple[str, ...],
     replays: bool,
@@ -122,8 +125,8 @@ def _kernel(
     renormalize: float | None,
     interpret: bool,
 ) -> None:
-    """parts [S, M', E'], replayed [C'] if `replays`, and flat outputs by `names`. What pads refs is memory in the
-    interpreter only: nothing is read or written there.
+    """parts [S, M', E'], place [1], replayed [C'] if `replays`, flat outputs by `names`. What pads refs is memory in
+    the interpreter only: nothing is read or written there.
     """
     replayed_ref = refs[0] if replays else None
     out = dict(zip(names, refs[replays:], strict=True))
@@ -186,7 +189,7 @@ def _kernel(
     plt.store(out["gates"].at[pair], gate)
     plt.store(out["slot"].at[pair], slot)
     plt.store(out["pair"].at[slot], pair)
-    plt.store(out["group"].at[lax.div(slot, block)], taken)
+    plt.store(out["group"].at[lax.div(slot, block)], place_ref[0] * experts + taken)
 
 
 def _softmax(parts_ref: Any, start: Any, inside: Array, real: Array) -> Array:

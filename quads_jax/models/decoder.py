@@ -13,7 +13,18 @@ import jax.numpy as jnp
 
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig, check_model
-from quads_jax.models.layers import GEMM_ROLES, MLP, STACKS, Attention, RMSNorm, embed, fan_in_init, linear, weight
+from quads_jax.models.layers import (
+    GEMM_ROLES,
+    MASKS,
+    MLP,
+    STACKS,
+    Attention,
+    RMSNorm,
+    embed,
+    fan_in_init,
+    linear,
+    weight,
+)
 from quads_jax.models.moe import MoE
 from quads_jax.models.routes import RECORDED, REPLAYED
 from quads_jax.precision import Precision
@@ -41,27 +52,27 @@ class Inputs(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP or MoE. Carries (x [B,T,D], cache, layer index)."""
+    """Pre-norm attention and MLP or MoE. Carries (x [B,T,D], cache, the layer's index, its place in the run)."""
 
     cfg: ModelConfig
     precision: Precision
     kind: str
 
     @nn.compact
-    def __call__(self, carry: tuple[Array, Cache | None, Array], io: Inputs) -> tuple[Any, Any]:
-        x, cache, layer = carry
+    def __call__(self, carry: tuple[Array, Cache | None, Array, Array], io: Inputs) -> tuple[Any, Any]:
+        x, cache, layer, place = carry
         c, dtype = self.cfg, self.precision.dtype
-        y, cache = Attention(c, self.precision, name="attention")(
+        y, cache = Attention(c, self.precision, place, name="attention")(
             RMSNorm(c.norm_eps, dtype, name="attention_norm")(x), io, cache, layer
         )
         x = x + y.astype(dtype)
         h = RMSNorm(c.norm_eps, dtype, name="mlp_norm")(x)
         load = None
         if self.kind == "moe":
-            y, load = MoE(c, self.precision, name="moe")(h, io.valid, io.active)
+            y, load = MoE(c, self.precision, place, name="moe")(h, io.valid, io.active)
         else:
-            y = MLP(c.d_mlp, self.precision, name="mlp")(h, io.active)
-        return (x + y.astype(dtype), cache, layer + 1), load
+            y = MLP(c.d_mlp, self.precision, place, name="mlp")(h, io.active)
+        return (x + y.astype(dtype), cache, layer + 1, place + 1), load
 
 
 class Head(nn.Module):
@@ -107,23 +118,23 @@ class Decoder(nn.Module):
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
         x = embed(embedding, tokens, self.precision.dtype)
         io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
-        loads, carry = [], (x, cache, jnp.int32(0))
+        loads, layer = [], jnp.int32(0)
         unroll = UNROLL if STACKS in self.variables and not io.prefill else 1
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
                 Block,
                 variable_axes=dict.fromkeys(SCANNED, 0),
-                variable_broadcast=STACKS,
+                variable_broadcast=(STACKS, MASKS),
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=length,
                 unroll=unroll,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            carry, load = scanned(c, self.precision, kind, name=f"run_{i}")(carry, io)
+            carry = x, cache, layer, jnp.int32(0)
+            (x, cache, layer, _), load = scanned(c, self.precision, kind, name=f"run_{i}")(carry, io)
             if load is not None:
                 loads.append(load)
-        x, cache, _ = carry
         x = RMSNorm(c.norm_eps, self.precision.dtype, name="final_norm")(
             x[:, -1:] if last_only else x[:, first:]
         ).value()
@@ -170,34 +181,49 @@ def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs
 def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str, Any]:
     """Variables of `Decoder.apply` for packed parameters: decoded once, or arranged where the precision's
     implementation reads weights as they are stored. Arranged weights of a run's layers stay one array a projection,
-    in the collection STACKS. Channel orders become masks where masks are all that is read of them.
+    in the collection STACKS, and so do routers under a named routing. Channel orders become masks where masks are all
+    that is read of them, those of arranged weights likewise one array, in MASKS.
     """
     stacks: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
+    arranged: set[tuple[str, ...]] = set()
+
+    def put(collection: dict[str, Any], names: tuple[str, ...], leaf: Any) -> None:
+        for name in names[:-1]:
+            collection = collection.setdefault(name, {})
+        collection[names[-1]] = leaf
 
     def one(path: tuple, leaf: Any) -> Any:
         names = tuple(k.key for k in path)
         role = GEMM_ROLES.get(names[-2:])
+        if precision.routing is not None and names[-1] == "router":
+            put(stacks, names, ops.Stacked(leaf))
+            return None
         if not names[0].startswith("run_") or role is None:
             return leaf
         if not isinstance(leaf, ops.Arranged):
             if precision.implementation not in ops.DIRECT_IMPLEMENTATIONS or precision.role(role).weight is not None:
                 return leaf
             leaf = ops.Arranged(leaf.astype(precision.dtype), None)
-        at = stacks
-        for name in names[:-1]:
-            at = at.setdefault(name, {})
-        at[names[-1]] = leaf
-        return jnp.arange(leaf.shape[0], dtype=jnp.int32)
+        put(stacks, names, leaf)
+        arranged.add(names)
+        return None
 
     leaves = ops.unpack(params, precision.dtype, precision.implementation)
     known = lambda leaf: isinstance(leaf, ops.Operand | ops.Arranged)  # noqa: E731
     params = jax.tree_util.tree_map_with_path(one, leaves, is_leaf=known)
 
-    def mask(path: tuple, order: Array) -> Array:
-        return ops.channel_mask(order, precision.role(GEMM_ROLES[tuple(k.key for k in path[-2:])]))
+    def mask(path: tuple, order: Array) -> Array | None:
+        names = tuple(k.key for k in path)
+        order = ops.channel_mask(order, precision.role(GEMM_ROLES[names[-2:]]))
+        if order.dtype != bool or names not in arranged:
+            return order
+        put(masks, names, ops.Stacked(ops.kept_blocks(order)))
+        return None
 
     quant = jax.tree_util.tree_map_with_path(mask, quant)
-    return {"params": params, "quant": quant} | ({STACKS: stacks} if stacks else {})
+    whole = {STACKS: stacks, MASKS: masks}
+    return {"params": params, "quant": quant} | {name: kept for name, kept in whole.items() if kept}
 
 
 def init_params(cfg: ModelConfig, key: Array) -> Any:

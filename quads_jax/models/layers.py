@@ -22,6 +22,7 @@ from quads_jax.precision import Precision
 
 Array = jax.Array
 STACKS = "stacks"  # linen collection: weights of all layers of a run, which every layer reads where they lie
+MASKS = "masks"  # linen collection: likewise `ops.Stacked` masks of compensated channels, by block
 ONE_HOT_VOCAB = 1024  # the largest vocabulary whose embedding gradient is a matrix product
 
 # (module, leaf) -> layer role: every GEMM weight that a `Precision` can quantize.
@@ -53,9 +54,8 @@ def weight(
     """The module's parameter: the existing leaf as it is (an array, or one of `ops` and `quant`), or a new f32 array at
     init.
 
-    A weight in the collection STACKS holds all layers; the parameter is then the index of this one. `axes` are its
-    logical axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves
-    in use.
+    A weight in the collection STACKS holds all layers, of which the module's `place` is meant. `axes` are its logical
+    axis names; they reach `decoder.logical_axes` as metadata and are never boxed around leaves in use.
     """
     leaf = _stored(module, name)
     if leaf is not None:
@@ -65,7 +65,7 @@ def weight(
 
 def _stored(module: nn.Module, name: str) -> Any:
     if module.has_variable(STACKS, name):
-        return dataclasses.replace(module.get_variable(STACKS, name), layer=module.get_variable("params", name))
+        return dataclasses.replace(module.get_variable(STACKS, name), layer=module.place)
     return module.get_variable("params", name) if module.has_variable("params", name) else None
 
 
@@ -98,7 +98,9 @@ def _embed_small_bwd(dtype, vocab, tokens, g):
 _embed_small.defvjp(lambda table, tokens, *static: (_embed_small(table, tokens, *static), tokens), _embed_small_bwd)
 
 
-def _order(module: nn.Module, name: str, layer: Any) -> Array | None:
+def _order(module: nn.Module, name: str, layer: Any) -> Array | ops.Stacked | None:
+    if module.has_variable(MASKS, name):
+        return dataclasses.replace(module.get_variable(MASKS, name), layer=module.place)
     return module.get_variable("quant", name) if layer.needs_order and module.has_variable("quant", name) else None
 
 
@@ -198,6 +200,7 @@ class Attention(nn.Module):
 
     cfg: ModelConfig
     precision: Precision
+    place: Array | None = None  # i32[], of the layer in its run
 
     @nn.compact
     def __call__(
@@ -257,6 +260,7 @@ class MLP(nn.Module):
 
     width: int
     precision: Precision
+    place: Array | None = None  # as in `Attention`
 
     @nn.compact
     def __call__(self, x: Array | ops.Input, active: Array | None) -> Array:

@@ -50,7 +50,7 @@ class Dispatch(NamedTuple):
     """Rows in expert order, padded to whole blocks an expert. C = M k (token, choice) pairs, P padded rows.
 
     slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; sizes i32[E], multiples of
-    block; group i32[P/block] or None: the expert of a block, -1 for none, where it is known.
+    block; group i32[P/block] or None: the matrix of a block in `layers.STACKS`, -1 for none, where it is known.
     """
 
     slot: Array
@@ -84,15 +84,14 @@ def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispa
 
 
 def routed(
-    x: Array, w: Array, c: ModelConfig, replayed: Array | None, implementation: str
+    x: Array, w: ops.Stacked, c: ModelConfig, replayed: Array | None, implementation: str
 ) -> tuple[Array, Array, Array, Dispatch]:
     """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
     Load statistics alone read the probabilities: a step that wants none leaves them out.
     """
     n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
-    x, w = (a.astype(jnp.float32).reshape(a.shape[0], n, -1) for a in (x, w))
-    parts = jnp.einsum("msd,esd->sme", x, w, precision=jax.lax.Precision.HIGHEST)
-    r, block = ops.routed(parts, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
+    parts = ops.partial_logits(x, w, n, implementation)
+    r, block = ops.routed(parts, w.layer, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
     d = Dispatch(r.slot, jnp.maximum(r.pair, 0), r.pair >= 0, r.sizes, block, r.group)
     return jax.nn.softmax(parts.sum(0), axis=-1), r.gates, r.ids, d
 
@@ -142,6 +141,7 @@ class Experts(nn.Module):
 
     cfg: ModelConfig
     precision: Precision
+    place: Array | None = None  # as in `layers.Attention`
 
     def read(self, x: Array | ops.Input) -> tuple[Array, Array | ops.Quantized]:
         """x [...,D] -> the tokens [M,D], and what the experts read of them."""
@@ -165,6 +165,7 @@ class MoE(nn.Module):
 
     cfg: ModelConfig
     precision: Precision
+    place: Array | None = None  # as in `layers.Attention`
 
     @nn.compact
     def __call__(self, x: Array | ops.Input, valid: Array, active: Array | None) -> tuple[Array, dict[str, Array]]:
@@ -172,7 +173,7 @@ class MoE(nn.Module):
         probability f32[E]).
         """
         c = self.cfg
-        experts = Experts(c, self.precision, name="experts")
+        experts = Experts(c, self.precision, self.place, name="experts")
         tokens, read = experts.read(x)
         router = weight(self, "router", (c.experts, c.d_model), ("experts", "embed"), fan_in_init)
         replayed = self.get_variable(REPLAYED, "ids") if self.has_variable(REPLAYED, "ids") else None
@@ -182,6 +183,7 @@ class MoE(nn.Module):
         if stored and routing is not None and x.shape[1] == 1:
             probs, gates, ids, d = routed(tokens, router, c, replayed, routing)
         else:
+            router = router.own() if isinstance(router, ops.Stacked) else router
             probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
             d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
         if self.is_mutable_collection(RECORDED):
@@ -194,7 +196,7 @@ class MoE(nn.Module):
         y = to_tokens(rows, gates, *moves)
 
         if c.d_shared:
-            shared = MLP(c.d_shared, self.precision, name="shared")(
+            shared = MLP(c.d_shared, self.precision, self.place, name="shared")(
                 tokens, None if active is None else active.reshape(-1)
             )
             if c.shared_gate:
