@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Exit code of a job that SIGTERM or SIGINT stopped after a whole step: the same command with --resume continues it. A
 # second signal ends the process at once, by that signal; --resume then continues from the last checkpoint.
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
-COMPILERS = 4  # programs that measurements compile at once
+COMPILERS = min(os.cpu_count() or 1, 12)  # programs that measurements compile at once
 
 flags.DEFINE_string("workdir", None, "Run folder; default runs/EXPERIMENT-DATE-TIME.")
 flags.DEFINE_multi_string(

@@ -216,9 +216,10 @@ def grouped_project(
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
     divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the matrix of each
-    block of rows, of a weight of all layers among all of them, -1 for none, where it is known. source (i32[M],
-    bool[M]), with `block` and where `takes_source`: row m is x[source[m]], x f[T, K] or what `quantized` made of it, or
-    zero; each is quantized once, however many rows read it, but by implementations that quantize in the product.
+    block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
+    nobody may read, are then anything. source (i32[M], bool[M]), with `block` and where `takes_source`: row m is
+    x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once, however many rows read it,
+    but by implementations that quantize in the product.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape

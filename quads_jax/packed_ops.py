@@ -230,6 +230,6 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
         product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
         by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
     packed, channel_scale = w.matrices()
-    how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale}
+    how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

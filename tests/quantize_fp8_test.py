@@ -46,6 +46,14 @@ def test_what_lies_in_front(name):
     assert prove.exact(x, interpret=True, **how) == {"ok": True}
 
 
+def test_rows_that_nobody_reads():
+    x, group = distributions(24, 48)["normal"], np.int32([1, -1, 0])
+    assert prove.exact(x, group=group, interpret=True) == {"ok": True}
+    got = pallas_triton.quantize(jnp.asarray(x), group=jnp.asarray(group), interpret=True)
+    full = pallas_triton.quantize(jnp.asarray(x), interpret=True)
+    assert not np.array_equal(got.scale[8:16], full.scale[8:16])
+
+
 MUTATIONS = {
     "a reciprocal instead of a division": (arithmetic, "divide", lambda a, b, interpret: a * (1 / b)),
     "half the step": (pallas_triton, "_SHIFT", pallas_triton._SHIFT - (1 << 23)),

@@ -44,6 +44,7 @@ CASES = {
     "leading": (21, 320, 8, 80, {}),
     "a layer's blocks": (21, 192, 16, 96, {"mask": MASKS, "group": np.int32([2])}),
     "an expert's blocks": (48, 192, 16, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "stacked": True}),
+    "no rows of no expert": (48, 192, 8, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "fill": False}),
 }
 
 

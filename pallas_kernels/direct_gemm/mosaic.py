@@ -50,6 +50,7 @@ def matmul(
     channel_scale: Array | None = None,
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
+    fill: bool = True,
     interpret: bool = False,
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order and, of FP8, the precision of sums. interpret: what Pallas'
@@ -62,22 +63,29 @@ def matmul(
     x = jnp.pad(x, ((0, -m % c.tokens), (0, 0)))
     tiles = None if group is None else jnp.repeat(group, m // groups // c.tokens)
     if c.splits > 1:
-        y = jnp.sum(_run(c, x, w, tiles, None, jnp.float32, interpret), axis=0)[:m]
+        y = jnp.sum(_run(c, x, w, tiles, None, jnp.float32, fill, interpret), axis=0)[:m]
         return epilogue(y, token_scale, channel_scale, row_groups(group, m), out_dtype)
     token = jnp.ones((m,), jnp.float32) if token_scale is None else token_scale[:, 0]
     channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     scales = jnp.pad(token, (0, -m % c.tokens)), channel
-    return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), interpret)[0, :m]
+    return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), fill, interpret)[0, :m]
 
 
 def quantized_matmul(
-    x: Array, w: Array, *, norm: tuple[Array, float] | None = None, swiglu: bool = False, **kwargs: Any
+    x: Array,
+    w: Array,
+    *,
+    norm: tuple[Array, float] | None = None,
+    swiglu: bool = False,
+    group: Array | None = None,
+    fill: bool = True,
+    **kwargs: Any,
 ) -> Array:
     """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; norm and swiglu as
     its `quantize` takes them. Other arguments and errors as `matmul`.
     """
-    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu)
-    return matmul(made.x, w, token_scale=made.scale[:, None], **kwargs)
+    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu, group=None if fill else group)
+    return matmul(made.x, w, token_scale=made.scale[:, None], group=group, fill=fill, **kwargs)
 
 
 def choose(rows: int, w: Array, groups: int | None) -> Config:
@@ -105,6 +113,7 @@ def _run(
     group: Array | None,
     scales: tuple[Array, Array] | None,
     out_dtype: DTypeLike,
+    fill: bool,
     interpret: bool,
 ) -> Array:
     """x [M', K], w [E, N, K], group i32[M' / tokens], scales (f32[M'], f32[E, N or 1]) -> out_dtype[splits, M', N]."""
@@ -123,7 +132,7 @@ def _run(
     }
 
     def body(*refs, **smem):
-        tile = _Tile(c, dict(zip(operands, refs, strict=False)), refs[len(operands)], smem, interpret)
+        tile = _Tile(c, dict(zip(operands, refs, strict=False)), refs[len(operands)], smem, fill, interpret)
         wg = lax.axis_index("wg")
         pl.when(wg == _WARPGROUPS)(tile.produce)
         pl.when(wg < _WARPGROUPS)(tile.consume)
@@ -145,8 +154,8 @@ def _run(
 class _Tile:
     """What one block of threads does: `produce` in the last warpgroup, `consume` in the others, 64 rows of N each."""
 
-    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], interpret: bool):
-        self.interpret = interpret
+    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], fill: bool, interpret: bool):
+        self.fill, self.interpret = fill, interpret
         self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
         m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // _ROWS
         index = lax.axis_index("block")
@@ -202,13 +211,20 @@ class _Tile:
         rows = pl.ds(self.n * _ROWS + wg * TILE, TILE)
         if "token" in self.gmem:
             y = y * (self._spread(self.gmem["token"].at[self.tokens], 1) * self._channel_scale(rows))
-        if "group" in self.gmem:  # rows outside groups are 0, whatever their scales
+        if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
         y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
-        if self.interpret:
-            out[...] = y.T
+
+        def store() -> None:
+            if self.interpret:
+                out[...] = y.T
+            else:
+                decode.store_transposed(out, y)
+
+        if self.fill:
+            store()
         else:
-            decode.store_transposed(out, y)
+            pl.when(self.count > 0)(store)
 
     def _channel_scale(self, rows: Any) -> Array:
         ref = self.gmem["channel"]

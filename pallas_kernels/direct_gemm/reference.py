@@ -19,10 +19,11 @@ def matmul(
     channel_scale: Array | None = None,
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
+    fill: bool = True,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: x [M, K], w [E, N, K] of one dtype, float8_e4m3fn
-    or bfloat16 -> [M, N]. Scales, group and out_dtype as in `fp4_gemm.reference.matmul`. Raises ValueError for anything
-    else.
+    or bfloat16 -> [M, N]. Scales, group, out_dtype and fill as in `fp4_gemm.reference.matmul`. Raises ValueError for
+    anything else.
     """
     check(x, w, group, out_dtype)
     ids = row_groups(group, x.shape[0])

@@ -24,6 +24,7 @@ def matmul(
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
     arranged: bool = False,
+    fill: bool = True,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -44,7 +45,7 @@ def matmul(
         else:
             operands["r"] = r
     token = None if token_scale is None else token_scale[:, 0]
-    return _product(operands, w, c, x.shape[0], token, channel_scale, group, out_dtype, interpret)
+    return _product(operands, w, c, x.shape[0], token, channel_scale, group, out_dtype, fill, interpret)
 
 
 def quantized_matmul(
@@ -58,6 +59,7 @@ def quantized_matmul(
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
+    fill: bool = True,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -72,12 +74,12 @@ def quantized_matmul(
     reference.check(made, w, None, None, channel_scale, group, out_dtype, False)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
-    how = {"residual": residual, "mask": mask, "group": group, "stacked": c.stacked, "width": width}
-    how |= {"norm": norm, "swiglu": swiglu, "interpret": interpret}
+    how = {"residual": residual, "mask": mask, "group": group, "fill": fill, "stacked": c.stacked}
+    how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
     quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
     scale = quantized.scale[: x.shape[0]]
-    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, out_dtype, interpret)
+    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, out_dtype, fill, interpret)
 
 
 def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
@@ -102,17 +104,17 @@ def _residual_width(c: Config, channels: int) -> int:
     return -(-channels // (c.columns * TILE)) * c.columns * TILE
 
 
-def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype, interpret) -> Array:
+def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype, fill, interpret) -> Array:
     """Activations in the kernel's order, "x" and perhaps "r", of M = `rows` rows, and f32[M] scales -> [M, N]."""
     operands = operands | {"words": w.words, "scales": w.scales}
     if group is not None:
         operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
     if c.splits > 1 and not c.joined:
-        y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret), axis=0)[:rows, : w.n]
+        y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret, fill), axis=0)[:rows, : w.n]
         token_scale = None if token_scale is None else token_scale[:, None]
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
     token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale
     channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
     operands["channel_scale"] = channel if channel.shape[1] == 1 else jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
-    return run(FourBit, c, operands, jnp.dtype(out_dtype), interpret)[0, :rows, : w.n]
+    return run(FourBit, c, operands, jnp.dtype(out_dtype), interpret, fill)[0, :rows, : w.n]

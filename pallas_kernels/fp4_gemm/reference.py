@@ -22,6 +22,7 @@ def matmul(
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
     arranged: bool = False,
+    fill: bool = True,
 ) -> Array:
     """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
 
@@ -30,7 +31,8 @@ def matmul(
     global scales, multiplied in float32 with the float32 sum, as (sum) * (token_scale * channel_scale); None is 1.
     group: i32[B], B dividing M: the matrix of each block of M / B rows, below 0 for none: zeros. None: matrix 0.
     out_dtype: float32 or bfloat16. arranged: x and residual come from `layout.arrange`, [M, K'] and [M, S'], as from a
-    producer that writes this order. Raises ValueError for anything else.
+    producer that writes this order. fill: False where nobody reads rows without a matrix, which may then be anything.
+    Raises ValueError for anything else.
     """
     check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged)
     if arranged:

@@ -40,12 +40,14 @@ def quantize(
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     keep: bool = False,
+    group: Array | None = None,
     interpret: bool = False,
 ) -> Rows:
     """bf16[M, K] -> its E4M3 values and the scale of each row.
 
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
-    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
+    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too. group:
+    i32[B], below 0 for each block of M / B rows that nobody reads, and that stay unwritten.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
     if x.ndim != 2 or x.dtype != (jnp.float32 if swiglu else jnp.bfloat16) or (swiglu and x.shape[1] % 2):
@@ -56,22 +58,36 @@ def quantize(
     weight, eps = (None, None) if norm is None else norm
     if norm is not None and (swiglu or weight.shape != (k,) or weight.dtype != jnp.float32):
         raise ValueError(f"norm's weight is {weight.dtype} {weight.shape}: pass float32 [{k}], and no swiglu")
-    return _quantize(x, weight, eps=eps, swiglu=swiglu, keep=keep, interpret=interpret)
+    if group is not None and m % len(group):
+        raise ValueError(f"group has {len(group)} blocks, which do not divide M={m} rows: pad x to whole blocks")
+    return _quantize(x, weight, group, eps=eps, swiglu=swiglu, keep=keep, interpret=interpret)
 
 
 # jit: Flax's scan takes a bare Pallas call, which nothing may drop, for something that its constants depend on
 @functools.partial(jax.jit, static_argnames=("eps", "swiglu", "keep", "interpret"))
-def _quantize(x: Array, weight: Array | None, *, eps: float | None, swiglu: bool, keep: bool, interpret: bool) -> Rows:
+def _quantize(
+    x: Array,
+    weight: Array | None,
+    group: Array | None,
+    *,
+    eps: float | None,
+    swiglu: bool,
+    keep: bool,
+    interpret: bool,
+) -> Rows:
     m, halves = x.shape[0], 1 + swiglu
     k = x.shape[1] // halves
-    width = pl.next_power_of_2(k)
+    width, block = pl.next_power_of_2(k), None if group is None else m // len(group)
     operands, in_specs = [x.reshape(m, halves, k)], [pl.BlockSpec((1, halves, width), lambda i: (i, 0, 0))]
     if weight is not None:
         operands.append(weight.reshape(1, 1, k))
         in_specs.append(pl.BlockSpec((1, 1, width), lambda i: (0, 0, 0)))
+    if group is not None:
+        operands.append(group)
+        in_specs.append(pl.BlockSpec(group.shape, lambda i: (0,)))
     outputs = [(k, width, jnp.float8_e4m3fn), (1, 1, jnp.float32)] + [(k, width, jnp.bfloat16)] * keep
     made = pl.pallas_call(
-        functools.partial(_kernel, k=k, eps=eps, swiglu=swiglu, interpret=interpret),
+        functools.partial(_kernel, k=k, eps=eps, swiglu=swiglu, block=block, interpret=interpret),
         grid=(m,),
         in_specs=in_specs,
         out_specs=[pl.BlockSpec((1, 1, padded), lambda i: (i, 0, 0)) for _, padded, _ in outputs],
@@ -83,11 +99,22 @@ def _quantize(x: Array, weight: Array | None, *, eps: float | None, swiglu: bool
     return Rows(made[0][:, 0], made[1][:, 0, 0], made[2][:, 0] if keep else None)
 
 
-def _kernel(x_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, interpret: bool) -> None:
-    """x [1, 1, K'] or gate and up [1, 2, K'], the norm's weight [1, 1, K'] if `eps`, values [1, 1, K'], scale
-    [1, 1, 1], the quantized [1, 1, K'] if they are kept.
+def _kernel(
+    x_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, block: int | None, interpret: bool
+) -> None:
+    """x [1, 1, K'] or gate and up [1, 2, K'], the norm's weight [1, 1, K'] if `eps`, group [B] of `block` rows each if
+    there is one, values [1, 1, K'], scale [1, 1, 1], the quantized [1, 1, K'] if they are kept.
     """
     weight_ref, refs = (None, refs) if eps is None else (refs[0], refs[1:])
+    row = functools.partial(_row, k=k, eps=eps, swiglu=swiglu, interpret=interpret)
+    if block is None:
+        row(x_ref, weight_ref, *refs)
+    else:
+        pl.when(refs[0][lax.div(pl.program_id(0), block)] >= 0)(lambda: row(x_ref, weight_ref, *refs[1:]))
+
+
+def _row(x_ref: Any, weight_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, interpret: bool) -> None:
+    """A row of `_kernel` without its group."""
     values_ref, scale_ref, *kept_refs = refs
     inside = lax.broadcasted_iota(jnp.int32, values_ref.shape, 2) < k
 

@@ -51,6 +51,7 @@ def quantize(
     residual: int = 0,
     mask: Array | None = None,
     group: Array | None = None,
+    fill: bool = True,
     stacked: bool = False,
     width: int | None = None,
     norm: tuple[Array, float] | None = None,
@@ -63,12 +64,14 @@ def quantize(
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
     multiple of 16; 0 for none. mask: u8 [G, K/16], not 0 for the blocks among them whose residual is kept; None keeps
     all. group: i32[B], the row of a `mask` of several for each block of M / B rows, where B > 1 a multiple of `tokens`;
-    below 0, any. width: S', a multiple of 64; None takes the next one, or K' where `stacked`, see Operands.
+    below 0, any; those rows stay unwritten if not `fill`, where B > 1. width: S', a multiple of 64; None takes the
+    next one, or K' where `stacked`, see Operands.
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
     gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
     m, k = _check(x, tokens, residual, mask, group, stacked, norm, swiglu)
+    skips = not fill and group is not None and len(group) > 1
     tiles = -(-k // TILE)
     if width is None:
         width = tiles * TILE if stacked else -(-residual // TILE) * TILE
@@ -101,14 +104,14 @@ def quantize(
     if norm is not None:
         operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
         in_specs.append(pl.BlockSpec((1, blocks, *_THREAD), lambda i: (0, 0, 0, 0)))
-    if mask is not None:
-        indexed = [] if mask.shape[0] == 1 else [group]
-        operands += [*indexed, mask]
-        in_specs += [pl.BlockSpec(a.shape, lambda i, a=a: (0,) * a.ndim) for a in (*indexed, mask)]
+    looked_up = [group] if skips or (mask is not None and len(mask) > 1) else []
+    looked_up += [] if mask is None else [mask]
+    operands += looked_up
+    in_specs += [pl.BlockSpec(a.shape, lambda i, a=a: (0,) * a.ndim) for a in looked_up]
     how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
     how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
     results = pl.pallas_call(
-        functools.partial(_kernel, m=m, k=k, masked=mask is not None, **how),
+        functools.partial(_kernel, m=m, k=k, masked=mask is not None, skips=skips, **how),
         grid=(padded // rows,),
         in_specs=in_specs,
         out_specs=[s for _, s in outputs],
@@ -147,44 +150,62 @@ def _check(
         raise ValueError(f"residual={residual} is not a multiple of {BLOCK} from 0 to K={k}")
     if not residual and (stacked or mask is not None):
         raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
+    if group is not None and len(group) > 1 and m % (len(group) * tokens):
+        raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
     if mask is None:
         return m, k
     if mask.dtype != jnp.uint8 or mask.ndim != 2 or mask.shape[1] != k // BLOCK or not len(mask):
         raise ValueError(f"mask is {mask.dtype} {mask.shape}: pass uint8 [G, {k // BLOCK}], by block of {BLOCK}")
     if len(mask) > 1 and group is None:
         raise ValueError(f"mask has {len(mask)} rows: pass group, the row of each block of x's")
-    if len(mask) > 1 and len(group) > 1 and m % (len(group) * tokens):
-        raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
     return m, k
 
 
-def _kernel(
-    x_ref,
-    *refs,
-    m: int,
+def _kernel(x_ref, *refs, skips: bool, eps: float | None, masked: bool, m: int, **how: Any) -> None:
+    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] if it `skips`
+    rows or chooses among masks, mask [G, K/16] if `masked`, and what `_rows` writes.
+    """
+    refs = list(refs)
+    weight_ref = None if eps is None else refs.pop(0)
+    group_ref = refs.pop(0) if refs[0].ndim == 1 else None
+    mask_ref = refs.pop(0) if masked else None
+    own, first = jnp.int32(0), pl.program_id(0) * x_ref.shape[0]
+    if group_ref is not None:  # a program's rows are of one block
+        own = group_ref[lax.div(first, m // group_ref.shape[0]) if group_ref.shape[0] > 1 else 0]
+
+    def rows() -> None:
+        _rows(x_ref, weight_ref, mask_ref, jnp.maximum(own, 0), refs, left=m - first, eps=eps, **how)
+
+    if skips:
+        pl.when(own >= 0)(rows)
+    else:
+        rows()
+
+
+def _rows(
+    x_ref: Any,
+    weight_ref: Any,
+    mask_ref: Any,
+    own: Array,
+    refs: list[Any],
+    *,
+    left: Array,
     k: int,
     residual: int,
     width: int,
-    masked: bool,
     stacked: bool,
     eps: float | None,
     swiglu: bool,
     keep: bool,
     interpret: bool,
 ) -> None:
-    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] of more masks
-    than one and mask [G, K/16] if `masked`, values [1, C, R, B/4, V, 32], residuals likewise if they have an array of
-    their own, global scales [R, 1], the quantized [R, B, V, E] if `keep`.
+    """Writes values [1, C, R, B/4, V, 32], residuals likewise if they have an array of their own, global scales [R, 1],
+    the quantized [R, B, V, E] if `keep`. own: the row of the mask; left: rows of x from the first one on.
     """
-    refs = list(refs)
-    weight_ref = None if eps is None else refs.pop(0)
-    group_ref = refs.pop(0) if masked and refs[0].ndim == 1 else None
-    mask_ref = refs.pop(0) if masked else None
     kept_ref = refs.pop() if keep else None
     rows, blocks = x_ref.shape[0], x_ref.shape[-3]
     block = lax.broadcasted_iota(jnp.int32, (rows, blocks), 1)
-    row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, blocks), 0)
-    inside = (row < m) & (block < k // BLOCK)
+    inside = (lax.broadcasted_iota(jnp.int32, (rows, blocks), 0) < left) & (block < k // BLOCK)
 
     def load(ref, inside):
         return plt.load(ref, mask=jnp.broadcast_to(inside, ref.shape), other=0)
@@ -227,17 +248,13 @@ def _kernel(
     if not residual:
         return
     keep = block < residual // BLOCK
-    if masked:
-        own = jnp.int32(0)
-        if group_ref is not None:  # a program's rows are of one block
-            first = lax.div(pl.program_id(0) * rows, m // group_ref.shape[0])
-            own = jnp.maximum(group_ref[first if group_ref.shape[0] > 1 else 0], 0)
+    if mask_ref is not None:
         column = jnp.arange(blocks)
         keep &= (plt.load(mask_ref.at[own, column], mask=column < k // BLOCK, other=0) != 0)[None]
     scale = jnp.where(finite, unit.global_scale, 0.0)
-    left = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
-    magnitude = jnp.max(jnp.maximum(*map(jnp.abs, left)), axis=2)
-    store(refs[0 if stacked else 1], int(stacked), width, _round(left, magnitude, unit, keep, interpret))
+    x = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
+    magnitude = jnp.max(jnp.maximum(*map(jnp.abs, x)), axis=2)
+    store(refs[0 if stacked else 1], int(stacked), width, _round(x, magnitude, unit, keep, interpret))
 
 
 def _block_amax(x: list[Array]) -> Array:

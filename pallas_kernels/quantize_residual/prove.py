@@ -105,15 +105,16 @@ def exact(
     *,
     mask: Any = None,
     group: Any = None,
+    fill: bool = True,
     stacked: bool = False,
     norm: Any = None,
     swiglu: bool = False,
     interpret: bool = False,
 ) -> dict[str, Any]:
     """One call, twice: {"ok"}, or what is wrong of which result. x: bf16 [M, K], with `swiglu` f32 [M, 2K]; norm: a
-    weight f32 [K]; mask u8 [G, K/16], group i32[B].
+    weight f32 [K]; mask u8 [G, K/16], group i32[B]; of rows that are not filled nothing is asked.
     """
-    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "interpret": interpret}
+    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "fill": fill, "interpret": interpret}
     how |= {"swiglu": swiglu, "keep": swiglu or norm is not None}
 
     def call(x, mask, group, weight):
@@ -149,6 +150,9 @@ def exact(
         arrays = [a.view(np.uint16) if name != "scale" else a for a in arrays]
         if arrays[0].shape != wanted.shape:
             return {"ok": False, "wrong": f"{name} has shape {arrays[0].shape}, not {wanted.shape}"}
+        if not fill:
+            read = (group >= 0).repeat(m // len(group) * len(wanted) // m)
+            arrays, wanted = [a[read] for a in arrays], wanted[read]
         row = compare(arrays, wanted)
         if not row["ok"]:
             return row | {"of": name}
@@ -234,6 +238,8 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add("outlier channels", 37, 1040, 16, 1040, mask=masks, group=np.int32([3]))
     add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), stacked=True)
     add("outlier channels", 96, 1040, 16, 528, mask=masks, group=np.int32([2, 0, 3]))
+    add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), fill=False, stacked=True)
+    add("outlier channels", 1536, 768, 8, group=np.arange(192, dtype=np.int32) % 3 - 1, fill=False)
     for k in (2048, 768, 4096):
         weight = np.random.default_rng(k).normal(size=k).astype(np.float32)
         for name in ("normal", "outlier channels", "wide", "tiny rows"):
