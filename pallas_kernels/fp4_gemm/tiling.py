@@ -96,7 +96,7 @@ TUNED = {
     (16, 32768, 8192, False): "t16 c8 s2 w4 k1",  # 46.7 us, 49.3
     (64, 32768, 8192, False): "t64 c4 s3 w4 k1",  # 71.4 us, 73.9 by "t64 c2 s4 w4 k1"
     (64, 5120, 2048, False): "t64 c2 s8 w4 k1 parts=4",  # 10.2 us, 12.0
-    (64, 5120, 2048, True): "t64 c2 s4 w2 k2 joined",  # 14.9 us, 15.6
+    (64, 5120, 2048, True): "t64 c2 s4 w4 k1 parts=4",  # 11.4 us, 12.3 by "t64 c2 s4 w2 k2 joined"
     (256, 32768, 8192, False): "t256 c1 s4 w2 k1",  # 200 us, 238 in tiles of 128
 }
 

@@ -17,7 +17,7 @@ from quads_jax.precision import Precision
 
 Array = jax.Array
 MOST_COMPARED = 2048  # (token, choice) pairs whose ranks come from comparing all with all
-ROUTER_ROWS = 128  # of logits, that one program reads fast: fewer tokens are parts of sums, which no launch adds then
+ROUTER_ROWS = 512  # of logits, that one program reads fast: fewer tokens are parts of sums, which no launch adds then
 LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
