@@ -95,6 +95,7 @@ TUNED = {
     (8, 32768, 8192, False): "t8 c8 s2 w4 k1",  # 45.6 us at M=1, the rule's 47.9
     (16, 32768, 8192, False): "t16 c8 s2 w4 k1",  # 46.7 us, 49.3
     (64, 32768, 8192, False): "t64 c4 s3 w4 k1",  # 71.4 us, 73.9 by "t64 c2 s4 w4 k1"
+    (16, 5120, 2048, True): "t16 c2 s8 w4 k1 parts=4 stacked",  # 7.8 us, 8.7
     (64, 5120, 2048, False): "t64 c2 s8 w4 k1 parts=4",  # 10.2 us, 12.0
     (64, 5120, 2048, True): "t64 c2 s4 w4 k1 parts=4",  # 11.4 us, 12.3 by "t64 c2 s4 w2 k2 joined"
     (256, 32768, 8192, False): "t256 c1 s4 w2 k1",  # 200 us, 238 in tiles of 128
