@@ -61,13 +61,11 @@ class StepTimeConfig:
     variants: tuple[str, ...] = (
         "BF16",
         "BF16+grouped_mosaic",
-        "BF16+tokamax",
         "BF16+direct_mosaic",
         "BF16+continuous",
         "BF16+grouped_mosaic+direct_mosaic+continuous",
         "QUADS:0.5",
         "QUADS:0.5+grouped_mosaic",
-        "QUADS:0.5+tokamax",
         "QUADS:0.5+fp4_mosaic",
         "QUADS:0.5+continuous",
         "QUADS:0.5+grouped_mosaic+fp4_mosaic+continuous",
@@ -78,7 +76,7 @@ class StepTimeConfig:
     minibatches: int = PROTOTYPE.train.update.minibatches
     microbatches: int = 1
     steps: int = 10  # timed, after one that is not
-    trainers: tuple[str, ...] = ("blocked", "grouped_mosaic", "tokamax")  # of the training step alone
+    trainers: tuple[str, ...] = ("blocked", "grouped_mosaic")  # of the training step alone
     tokens: int = 16384  # of it, in whole rows of the task's longest prompt and answer
     rounds: int = 30  # of it under each precision, which take turns
     budget_seconds: float = 1500.0  # then no cell starts

@@ -1,7 +1,7 @@
 """Prefill and decode tokens a second by recipe, batch and context, and continuous against static batching.
 
-All programs of a job are compiled first, several at a time, then each recipe's weights are made and its cells timed. A
-decode cell is timed by itself, and traced once for the time of its phases.
+The programs of a recipe are compiled, several at a time, then its weights are made and its cells timed: nothing else
+uses the device meanwhile. A decode cell is timed by itself, and traced once for the time of its phases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from quads_jax.metrics import duration
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import MODELS
 from quads_jax.ops import ROUTING
-from quads_jax.precision import Precision
 from quads_jax.random_weights import random_packed
 from quads_jax.rl.engine import check_engine
 
@@ -102,8 +101,8 @@ def measured(cell: Callable[[], Row]) -> Row:
         return {"failed": f"not compiled: {common.first_line(error)}"}
 
 
-def compiled(planned: list[tuple[Precision, list[Cell]]]) -> list[list[dict[str, Future]]]:
-    """The programs of every cell, being compiled, several at once."""
+def compiled(group: list[Cell]) -> list[dict[str, Future]]:
+    """The programs of every cell, or why they do not compile."""
     pool = ThreadPoolExecutor(common.COMPILERS)
 
     def start(program: Callable[[], Any]) -> Future:
@@ -115,7 +114,7 @@ def compiled(planned: list[tuple[Precision, list[Cell]]]) -> list[list[dict[str,
             return future
         return pool.submit(lowered.compile)
 
-    found = [[{n: start(p) for n, p in cell.programs.items()} for cell in group] for _, group in planned]
+    found = [{n: start(p) for n, p in cell.programs.items()} for cell in group]
     pool.shutdown(wait=True)
     return found
 
@@ -134,9 +133,9 @@ def run() -> None:
     (workdir / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")
     rows, started, planned = [], time.perf_counter(), list(cells(config, model))
     total = sum(len(group) for _, group in planned)
-    programs = compiled(planned)
-    print(f"compiled  [{duration(time.perf_counter() - started)}]", flush=True)
-    for (precision, group), futures in zip(planned, programs, strict=True):
+    for precision, group in planned:
+        over = time.perf_counter() - started > config.budget_seconds
+        futures = [{} for _ in group] if over else compiled(group)
         weights: list[tuple] = []  # made by the recipe's first cell; of a former recipe none are left
         for cell, mine in zip(group, futures, strict=True):
 
@@ -150,7 +149,7 @@ def run() -> None:
                 return cell.measure(ready, weights[0] if weights else ())
 
             elapsed = time.perf_counter() - started
-            over = elapsed > config.budget_seconds
+            over = over or elapsed > config.budget_seconds
             got = {"failed": f"not run: budget_seconds={config.budget_seconds:g} is used up"} if over else measured(one)
             rows.append(cell.what | got)
             print(f"{len(rows)}/{total} {report.line(rows[-1])}  [{duration(elapsed)}]", flush=True)

@@ -89,12 +89,14 @@ class Cell:
 
 
 def side(cfg: ThroughputConfig, text: str) -> tuple[str, Precision]:
-    """(label, precision of the rollout) of a recipe's text, with the implementation that `kernels` asks for."""
+    """(label, precision of the rollout) of a recipe's text, with the implementation that `kernels` asks for: without a
+    check at start, which takes longer than a cell.
+    """
     recipe = parse_recipe(text).resolve()
     rollout = dataclasses.replace(recipe.rollout, decode_attention=cfg.decode_attention)
     if not cfg.kernels:
         return recipe.label, rollout
-    name = "fp4_mosaic" if rollout.experts.weight == NVFP4 else "direct_mosaic"
+    name = "fp4_mosaic_unchecked" if rollout.experts.weight == NVFP4 else "direct_mosaic"
     return recipe.label, dataclasses.replace(rollout, implementation=name, routing=cfg.routing)
 
 
@@ -108,7 +110,8 @@ def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision
         common_to = {"cfg": cfg, "model": model, "precision": precision, "shapes": shapes}
         for batch, context in _sizes(cfg, text):
             what = about | {"kind": "decode", "context": context, "batch": batch}
-            found.append(_decode_cell(what, batch=batch, context=context, **common_to))
+            apart = jax.default_backend() == "gpu" and batch in cfg.batches and context in cfg.contexts
+            found.append(_decode_cell(what, batch=batch, context=context, apart=apart, **common_to))
         if text in cfg.recipes and cfg.prefill_tokens:
             found += [_prefill_cell(about | {"kind": "prefill", "context": c}, **common_to) for c in cfg.contexts]
         if text in cfg.tail_recipes:
@@ -148,7 +151,9 @@ def _decode_cell(
     shapes: Callable,
     batch: int,
     context: int,
+    apart: bool,
 ) -> Cell:
+    """apart: it is compiled once more, for a trace by instruction."""
     static = {"model": model, "precision": precision, "batch": batch, "context": context}
     draw = None
     if cfg.skewed and model.experts:
@@ -164,7 +169,7 @@ def _decode_cell(
             return phases.summed(found, phases.instruction_phases(program.as_text()), decode_speed.FEW)
 
         spent = {}
-        if "apart" in programs:  # of the program itself the device's share, and by instruction of the other
+        if apart:  # of the program itself the device's share, and by instruction of the other
             kept = {name: spent_by(programs["decode"])[name] for name in ("busy", "launches")}
             spent = spent_by(programs["apart"]) | kept
         active = model.experts * (1 - (1 - model.top_k / max(model.experts, 1)) ** batch)  # of a random router
@@ -185,8 +190,7 @@ def _decode_cell(
     def program() -> Any:
         return decode_speed.lowered(decode_speed.decode, *shapes(), routes, **static)
 
-    apart = {"apart": lambda: Apart(program())} if jax.default_backend() == "gpu" else {}
-    return Cell(what, {"decode": program} | apart, measure)
+    return Cell(what, {"decode": program} | ({"apart": lambda: Apart(program())} if apart else {}), measure)
 
 
 class Apart(NamedTuple):

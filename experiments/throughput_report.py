@@ -111,37 +111,45 @@ def _ratio(row: Row, peer: Row | None) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Decode speed by recipe, a group of bars a batch and context; a step's phases, traced, with gaps between kernels
-    and the least time; continuous beside static where measured.
+    and the least time; continuous beside static; each where it was measured.
     """
     from matplotlib.figure import Figure  # without pyplot, so Agg draws
 
     decoded = [r for r in rows if r["kind"] == "decode" and "failed" not in r]
-    tails = [r for r in rows if r["kind"] == "batching" and "failed" not in r]
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    (left, right), (below, unused) = figure.subplots(2, 2, width_ratios=(3, 1))
-    unused.axis("off")
-    _draw_phases(below, [r for r in decoded if "gap_seconds" in r])
-    groups = list(dict.fromkeys((r["batch"], r["context"]) for r in decoded))
-    recipes = list(dict.fromkeys(r["recipe"] for r in decoded))
-    for i, recipe in enumerate(recipes):
-        mine = [r for r in decoded if r["recipe"] == recipe]
-        at = [
-            groups.index((r["batch"], r["context"])) + (i - len(recipes) / 2 + 0.5) * 0.8 / len(recipes) for r in mine
-        ]
-        left.bar(at, [r["tokens_per_s"] for r in mine], 0.8 / len(recipes), label=recipe)
-    left.set(ylabel="decode, tokens/s", xticks=range(len(groups)))
-    left.set_xticklabels([f"batch {b}\ncontext {c}" for b, c in groups])
-    for i, row in enumerate(tails):
-        for j, key in enumerate(("static_tokens_per_s", "tokens_per_s")):
-            name = ("static", "continuous")[j] if i == 0 else None
-            right.bar(i + 0.4 * j, row[key], 0.4, color=("#999999", "#0072b2")[j], label=name)
-    right.set(ylabel="useful tokens/s, long-tailed lengths", xticks=[i + 0.2 for i in range(len(tails))])
-    right.set_xticklabels([r["recipe"] for r in tails])
-    for ax in (left, right, below):
+    panels = [
+        (_draw_speeds, decoded),
+        (_draw_phases, [r for r in decoded if "gap_seconds" in r]),
+        (_draw_tails, [r for r in rows if r["kind"] == "batching" and "failed" not in r]),
+    ]
+    panels = [(panel, shown) for panel, shown in panels if shown] or panels[:1]
+    figure = Figure(figsize=(9, 4 * len(panels)), layout="constrained")
+    for ax, (panel, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        panel(ax, shown)
         ax.spines[["top", "right"]].set_visible(False)
         if ax.get_legend_handles_labels()[0]:
-            ax.legend(frameon=False)
+            ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=130)
+
+
+def _draw_speeds(axes: Any, rows: list[Row]) -> None:
+    groups = list(dict.fromkeys((r["batch"], r["context"]) for r in rows))
+    recipes = list(dict.fromkeys(r["recipe"] for r in rows))
+    width = 0.8 / max(len(recipes), 1)
+    for i, recipe in enumerate(recipes):
+        mine = [r for r in rows if r["recipe"] == recipe]
+        at = [groups.index((r["batch"], r["context"])) + (i - len(recipes) / 2 + 0.5) * width for r in mine]
+        axes.bar(at, [r["tokens_per_s"] for r in mine], width, label=recipe)
+    axes.set(ylabel="decode, tokens/s", xticks=range(len(groups)))
+    axes.set_xticklabels([f"batch {b}\ncontext {c}" for b, c in groups])
+
+
+def _draw_tails(axes: Any, rows: list[Row]) -> None:
+    for i, row in enumerate(rows):
+        for j, key in enumerate(("static_tokens_per_s", "tokens_per_s")):
+            name = ("static", "continuous")[j] if i == 0 else None
+            axes.bar(i + 0.4 * j, row[key], 0.4, color=("#999999", "#0072b2")[j], label=name)
+    axes.set(ylabel="useful tokens/s, long-tailed lengths", xticks=[i + 0.2 for i in range(len(rows))])
+    axes.set_xticklabels([r["recipe"] for r in rows])
 
 
 def _draw_phases(axes: Any, rows: list[Row]) -> None:
@@ -151,9 +159,7 @@ def _draw_phases(axes: Any, rows: list[Row]) -> None:
         part = [1e3 * (r["gap_seconds"] if phase == "gaps" else r[f"seconds/{phase}"]) for r in rows]
         axes.bar(range(len(rows)), part, bottom=base, label=phase, color="#dddddd" if phase == "gaps" else None)
         base = [a + b for a, b in zip(base, part, strict=True)]
-    if rows:
-        axes.scatter(
-            range(len(rows)), [1e3 * r["bound_seconds"] for r in rows], marker="_", s=300, c="k", label="bound"
-        )
+    bounds = [1e3 * r["bound_seconds"] for r in rows]
+    axes.scatter(range(len(rows)), bounds, marker="_", s=300, c="k", label="bound")
     axes.set(ylabel="a decode step, ms", xticks=range(len(rows)))
     axes.set_xticklabels(names, fontsize=6)

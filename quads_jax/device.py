@@ -35,6 +35,11 @@ def deterministic() -> None:
     os.environ["XLA_FLAGS"] = " ".join([*given, DETERMINISTIC])
 
 
+def on_hopper() -> bool:
+    """Whether this process computes on a GPU of compute capability 9."""
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
 class OutOfMemory(RuntimeError):
     """The device's memory did not suffice."""
 

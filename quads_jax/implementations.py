@@ -17,6 +17,7 @@ from pallas_kernels.direct_gemm import reference as direct_reference
 from pallas_kernels.fp4_gemm import agree, layout
 from pallas_kernels.fp4_gemm import reference as fp4_reference
 from pallas_kernels.grouped_gemm import blocked, reference
+from quads_jax.device import on_hopper
 from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
@@ -106,25 +107,13 @@ def _grouped_mosaic() -> Grouped:
     return Grouped(mosaic.dot, mosaic.outer, functools.partial(mosaic.dot, summed=1))
 
 
-def _tokamax() -> Grouped:
-    check_device("tokamax")
-    from pallas_kernels.grouped_gemm import tokamax_gpu
-
-    return Grouped(tokamax_gpu.dot, tokamax_gpu.outer, functools.partial(tokamax_gpu.dot, summed=1))
-
-
 # Those that run on Hopper GPUs only, in bf16, loaded where they are named.
-GPU_IMPLEMENTATIONS: dict[str, Callable[[], Grouped]] = {"grouped_mosaic": _grouped_mosaic, "tokamax": _tokamax}
-
-
-def _on_hopper() -> bool:
-    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+GPU_IMPLEMENTATIONS: dict[str, Callable[[], Grouped]] = {"grouped_mosaic": _grouped_mosaic}
 
 
 # Those of Hopper GPUs: what to choose elsewhere.
 _ELSEWHERE = {
     "grouped_mosaic": "blocked",
-    "tokamax": "blocked",
     "fp4_mosaic": "fp4_reference",
     "fp4_mosaic_unchecked": "fp4_reference",
     "direct_mosaic": "direct_reference",
@@ -133,7 +122,7 @@ _ELSEWHERE = {
 
 def check_device(implementation: str) -> None:
     """Raises RuntimeError where an implementation of this name does not run on this process's device."""
-    if implementation in _ELSEWHERE and not _on_hopper():
+    if implementation in _ELSEWHERE and not on_hopper():
         raise RuntimeError(
             f"implementation {implementation} runs on GPUs of compute capability 9, this is "
             f"{jax.devices()[0].device_kind}: choose {_ELSEWHERE[implementation]} or None"
@@ -232,8 +221,7 @@ PACKED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "fp4_mosaic": _checked_matmul,
     "fp4_mosaic_unchecked": _fp4_matmul,
 }
-# None until the quantizer and the shared blocks that came after the first GPU run are proven there.
-AUTOMATIC_ON_HOPPER: str | None = None
+AUTOMATIC_ON_HOPPER = "fp4_mosaic"
 # Weights of a product from which it is automatic. Measured on an H200 against decoded weights in BF16: 1.6 to 2.8 times
 # as fast at 200 M and more (1 to 64 rows, experts 16), from 1.3 times to slower at 10 M to 50 M: launches decide.
 AUTOMATIC_WEIGHTS = 64e6
@@ -285,7 +273,7 @@ class Routing(NamedTuple):
 
 
 def _triton_routing() -> Routing:
-    if not _on_hopper():
+    if not on_hopper():
         raise RuntimeError(
             f"routing triton runs on GPUs of compute capability 9, this is {jax.devices()[0].device_kind}: choose None"
         )
@@ -322,7 +310,7 @@ def choose_quantizing(implementation: str | None) -> Callable[..., Array] | None
 
 
 def _packed_name(implementation: str | None) -> str | None:
-    if implementation is None and AUTOMATIC_ON_HOPPER is not None and _on_hopper():
+    if implementation is None and on_hopper():
         return AUTOMATIC_ON_HOPPER
     if implementation not in (None, *_NAMES):
         raise _unknown(implementation)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.grouped_gemm import bench, blocked, mosaic, prove, reference, tokamax_gpu
+from pallas_kernels.grouped_gemm import bench, blocked, mosaic, prove, reference
 from quads_jax import implementations, ops
 
 N, K = 24, 32
@@ -179,8 +179,6 @@ def test_hopper_kernel_by_interpreter():
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
 @pytest.mark.parametrize("name", [name for name, _ in prove.cases()])
 def test_hopper_kernel_on_a_gpu(name):
-    if name.startswith("tokamax"):
-        pytest.importorskip("tokamax")
     row = dict(prove.cases())[name]()
     assert row["ok"], row
 
@@ -191,11 +189,8 @@ def test_what_the_gpu_kernels_do_not_take():
         mosaic.dot(x, w, sizes)
     with pytest.raises(ValueError, match="block=32 is no power of two from 64"):
         mosaic.outer(x[:, :64], x[:, :64], sizes, 32)
-    for module in (mosaic, tokamax_gpu):
-        with pytest.raises(ValueError, match="multiplies bfloat16"):
-            module.dot(x.astype(jnp.float32), w, sizes)
-    with pytest.raises(ValueError, match="M=63 rows are not a multiple of 8"):
-        tokamax_gpu.dot(x[:63], w, sizes)
+    with pytest.raises(ValueError, match="multiplies bfloat16"):
+        mosaic.dot(x.astype(jnp.float32), w, sizes)
     for name in implementations.GPU_IMPLEMENTATIONS:
         with pytest.raises(RuntimeError, match=f"{name} runs on GPUs of compute capability 9, this is cpu"):
             ops.choose(name)

@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     d_expert=32,
 )
 CONFIG = step_time.StepTimeConfig(
-    model="tiny", variants=("QAT", "QAT+tokamax"), prompts=2, group_size=2, steps=2, trainers=()
+    model="tiny", variants=("QAT", "QAT+grouped_mosaic"), prompts=2, group_size=2, steps=2, trainers=()
 )  # fmt: skip
 MOVES = r" (parameter|get-tuple-element|tuple|constant|bitcast|copy|while|iota|broadcast|call)\("  # no work, or others'
 
@@ -90,10 +90,10 @@ def test_a_run_leaves_rows_a_table_and_a_picture(measured):
     assert sum(parts) == pytest.approx(done["seconds"])  # of two steps a median is the mean
     assert "runs on GPUs of compute capability 9" in skipped["skipped"]
     text = (folder / "README.md").read_text()
-    assert "| QAT+tokamax | skipped: implementation tokamax" in text and "| QAT | " in text
+    assert "| QAT+grouped_mosaic | skipped: implementation grouped_mosaic" in text and "| QAT | " in text
     assert [entry["what"] for entry in json.loads((folder / "summary.json").read_text())] == [
         "step, QAT",
-        "step, QAT+tokamax",
+        "step, QAT+grouped_mosaic",
     ]
     assert (folder / "step_time.png").read_bytes().startswith(b"\x89PNG")
 
@@ -223,10 +223,10 @@ def test_arithmetic_of_a_step():
     }
 
     row |= {"kind": "step", "variant": "QAT"}
-    other = {"kind": "step", "variant": "QAT+tokamax"} | cells.wall_figures([step | {"all": 6.0}])
+    other = {"kind": "step", "variant": "QAT+grouped_mosaic"} | cells.wall_figures([step | {"all": 6.0}])
     text = report.markdown([row, other, {"kind": "step", "variant": "QAT+fp4_mosaic", "failed": "not compiled: K"}])
     assert "| QAT | 12000.00 | 10000.00 to 30000.00 | 1.00 | 4000.00 | 1000.00 | 3000.00 | 1500.00 | 1500.00 |" in text
-    assert "| QAT+tokamax | 6000.00 | 6000.00 to 6000.00 | 2.00 |" in text and "failed: not compiled: K" in text
+    assert "| QAT+grouped_mosaic | 6000.00 | 6000.00 to 6000.00 | 2.00 |" in text and "failed: not compiled: K" in text
     assert "| QAT | 500.00 | 0.00 | 1000.00 | 0.00 | 0.00 | 0.00 | 1000.00 | 0.00 | 1000.00 | 3 |" in text  # the update
     entries = report.summary([row, other])
     assert (entries[1]["value"], entries[1]["peer"], entries[1]["ratio"]) == (6, 12, 0.5)
@@ -258,8 +258,8 @@ def test_what_quantizing_adds_is_judged_round_by_round():
         (dict(variants=(), trainers=()), "variants and trainers are empty"),
         (dict(variants=("BF16", "BF16")), "variants=BF16,BF16 names one twice"),
         (dict(variants=("BF17",)), "unknown recipe 'BF17'"),
-        (dict(variants=("BF16+tokamx",)), "names 'tokamx', which is none of trainer: reference, blocked"),
-        (dict(variants=("BF16+tokamax+blocked",)), "two of the trainer, tokamax and blocked"),
+        (dict(variants=("BF16+mosaik",)), "names 'mosaik', which is none of trainer: reference, blocked"),
+        (dict(variants=("BF16+grouped_mosaic+blocked",)), "two of the trainer, grouped_mosaic and blocked"),
         (dict(variants=("BF16+fp4_mosaic",)), "fp4_mosaic does not read bf16 weights, as BF16 has"),
         (dict(variants=("NAIVE+direct_mosaic",)), "direct_mosaic does not read nvfp4 weights"),
         (dict(variants=("QUADS:0.5:online+continuous",)), "policy online chooses"),
@@ -278,7 +278,7 @@ def test_bad_settings_are_refused(change, message):
 
 def test_what_is_measured_without_settings():
     planned = step_time.check(step_time.StepTimeConfig())
-    assert [cell.key for cell in planned[:3]] == [("training", n) for n in ("blocked", "grouped_mosaic", "tokamax")]
+    assert [cell.key for cell in planned[:2]] == [("training", n) for n in ("blocked", "grouped_mosaic")]
     row, tokens = cells.PROTOTYPE_TASK.prompt_len + cells.PROTOTYPE_TASK.answer_len, planned[0].what["tokens"]
     assert 16384 - row < tokens <= 16384 and tokens % row == 0
     last = planned[-1]

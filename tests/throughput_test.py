@@ -123,7 +123,7 @@ def test_cells_go_recipe_by_recipe():
         wide_recipes=("BF16",), wide_batches=(1,), wide_contexts=(32,),
     )  # fmt: skip
     groups = list(throughput.cells(cfg, MODEL))
-    assert [p.implementation for p, _ in groups] == ["direct_mosaic", "fp4_mosaic"]
+    assert [p.implementation for p, _ in groups] == ["direct_mosaic", "fp4_mosaic_unchecked"]
     planned = [[tuple(c.what.get(n) for n in ("kind", "batch", "context")) for c in group] for _, group in groups]
     one = [("decode", b, c) for c in (8, 16) for b in (2, 3)]
     prefill = [("prefill", None, c) for c in (8, 16)]

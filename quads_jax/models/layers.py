@@ -213,7 +213,8 @@ class Attention(nn.Module):
         h, g, d = c.heads, c.kv_heads, c.head_dim
         qkv = linear(self, "qkv", x, ((h + 2 * g) * d, c.d_model), ("heads", "embed"), self.precision, active=io.active)
         bias = weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros) if c.qkv_bias else None
-        decoding, name = cache is not None and not io.prefill, self.precision.decode_attention
+        decoding = cache is not None and not io.prefill
+        name = attention.chosen(self.precision.decode_attention, dtype, d, x.shape[1])
         if decoding and attention.writes_heads(name):
             norms = [norm.scale for norm in self._norms(*self._split(qkv)[:2])]
             one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
