@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax import packed_ops
 from quads_jax.implementations import (  # noqa: F401
@@ -54,15 +55,15 @@ from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
 
-# Rows of a group's block, at least: what batched GEMMs and packed ones waste least with.
-LEAST_BLOCK, LEAST_PACKED_BLOCK = 16, packed_ops.LEAST_BLOCK
+LEAST_PACKED_BLOCK = sorted_rows.LEAST_BLOCK
 
 
-def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tuple[blocked.Blocks, int]:
+def padded_groups(group_sizes: Array, rows: int, packed: bool = False) -> tuple[blocked.Blocks, int]:
     """M = `rows` rows sorted by group, group_sizes i32[E] -> (layout in groups padded to whole blocks, rows a block):
-    what `grouped_project` takes without moving rows when it is told the block, which has at least `least` rows.
+    what `grouped_project` takes without moving rows when it is told the block. packed: of weights as they are stored.
     """
-    block = blocked.block_rows(rows, group_sizes.shape[0], least)
+    block_rows = sorted_rows.block_rows if packed else blocked.block_rows
+    block = block_rows(rows, group_sizes.shape[0])
     return blocked.blocks_of(group_sizes, rows, block), block
 
 
@@ -80,7 +81,7 @@ def routed(
     f32[S,M,E] whose sum are the router's logits, place i32[], replayed i[M,k] or None, renormalize as that module's
     `route` takes them. implementation: one of ROUTING, without a gradient.
     """
-    block = blocked.block_rows(parts.shape[1] * top_k, parts.shape[2], LEAST_PACKED_BLOCK)
+    block = sorted_rows.block_rows(parts.shape[1] * top_k, parts.shape[2])
     return packed_ops.routed((top_k, renormalize), implementation, block, parts, place, replayed), block
 
 

@@ -44,7 +44,6 @@ from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
-LEAST_BLOCK = sorted_rows.LEAST_BLOCK  # rows of a group's block, at least: what these products waste least with
 
 
 def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
@@ -191,7 +190,7 @@ def project(p, implementation, block, x, w, order, active):
     count, group = by_row["x"].shape[0], None
     if w.layer is not None:
         group = w.layer[None]
-        by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % LEAST_BLOCK), (0, 0))), by_row)
+        by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % sorted_rows.LEAST_BLOCK), (0, 0))), by_row)
     packed, channel_scale = w.matrices()
     with jax.named_scope("multiply"):
         y = product(by_row.pop("x"), packed, channel_scale=channel_scale, group=group, **by_row, **how)

@@ -349,7 +349,7 @@ def test_every_projection_of_a_preset_has_a_tiling(name):
     for *experts, n, k in shapes_of:
         codes, scales = (jax.ShapeDtypeStruct((*experts, n, k // d), jnp.uint8) for d in (2, 16))
         w = jax.eval_shape(layout.pack, codes, scales)
-        for rows in (8, 16, 64, 256) if experts else (1, 16, 64, 256, 4096):
+        for rows in (8, 16, 32, 64, 256) if experts else (1, 16, 64, 256, 4096):
             for compensated in (False, True):
                 c = tiling.choose(rows, w, compensated, experts[0] if experts else None)
                 tiling.check(c, w, compensated, rows if experts else None)

@@ -50,7 +50,7 @@ def test_routes_are_the_models(m, e, k, replays):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def both(x):
         _, gates, ids = route(x, jnp.eye(e), k, replays, told)
-        d = dispatch_of(ids, e, ops.LEAST_PACKED_BLOCK)
+        d = dispatch_of(ids, e, packed=True)
         group, used = block_groups(d.sizes, d.pair.size, d.block)
         want = pallas_triton.Routes(
             gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, 3 * e + group, -1), d.sizes

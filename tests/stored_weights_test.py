@@ -116,12 +116,12 @@ def test_a_layers_place_is_not_taken_by_another_implementation():
         ops.project(x, w, Precision().experts, implementation="fp4_reference")
 
 
-@pytest.mark.parametrize("least", [8, 16])
-def test_dispatch_by_comparing_is_that_by_sorting(least, monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_dispatch_by_comparing_is_that_by_sorting(packed, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 5, (40, 2)).astype(np.int32)
-    compared = dispatch_of(jnp.asarray(ids), 6, least)
+    compared = dispatch_of(jnp.asarray(ids), 6, packed)
     monkeypatch.setattr("quads_jax.models.moe.MOST_COMPARED", 0)
-    by_sorting = dispatch_of(jnp.asarray(ids), 6, least)
+    by_sorting = dispatch_of(jnp.asarray(ids), 6, packed)
     filled = np.asarray(by_sorting.filled)
     for name in ("slot", "filled", "sizes"):
         np.testing.assert_array_equal(getattr(compared, name), getattr(by_sorting, name))

@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.grouped_gemm.blocked import most_blocks
+
 MOST_PAIRS = 2048
 _TILE = 16  # of a matrix product, at least
 _CHUNK = 64 * 128  # probabilities of tokens that are taken at once
@@ -59,7 +61,7 @@ def route(
     """
     s, m, experts = _check(parts, replayed, top_k, block)
     pairs = m * top_k
-    blocks = -(-pairs // block) + experts
+    blocks = most_blocks(pairs, experts, block)
     whole = pl.next_power_of_2
     width = max(whole(experts), _TILE)
     chunk = min(max(whole(m), _TILE), max(_CHUNK // width, _TILE))
@@ -133,7 +135,7 @@ def _kernel(
     width = parts_ref.shape[2]
     expert = lax.broadcasted_iota(jnp.int32, (chunk, width), 1)
     earlier = jnp.arange(chunk)[:, None] > jnp.arange(chunk)[None, :]
-    blocks = -(-m * k // block) + experts
+    blocks = most_blocks(m * k, experts, block)
     for name, size in (("pair", blocks * block), ("group", blocks)):
         at = jnp.arange(out[name].shape[0])
         plt.store(out[name].at[at], jnp.full(at.shape, -1, jnp.int32), mask=at < size)

@@ -61,13 +61,13 @@ class Dispatch(NamedTuple):
     group: Array | None = None
 
 
-def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispatch:
-    """Expert ids i32[M,k] -> where every pair goes, in blocks of at least `least` rows. Within an expert, rows keep the
-    order of the tokens.
+def dispatch_of(ids: Array, experts: int, packed: bool = False) -> Dispatch:
+    """Expert ids i32[M,k] -> where every pair goes, in blocks for weights as they are stored where `packed`. Within an
+    expert, rows keep the order of the tokens.
     """
     flat = ids.reshape(-1)
     counts = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    layout, block = ops.padded_groups(counts, flat.size, least)
+    layout, block = ops.padded_groups(counts, flat.size, packed)
     if flat.size <= MOST_COMPARED:
         before = jnp.tril(flat[:, None] == flat, -1)  # a launch on a GPU, where sorting takes several
         slot = layout.first[flat] + jnp.sum(before, axis=1, dtype=jnp.int32)
@@ -185,7 +185,7 @@ class MoE(nn.Module):
         else:
             router = router.own() if isinstance(router, ops.Stacked) else router
             probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
-            d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
+            d = dispatch_of(ids, c.experts, packed=stored)
         if self.is_mutable_collection(RECORDED):
             own = ids if replayed is None else preferred(probs, c.top_k)
             self.put_variable(RECORDED, "ids", own.astype(ids_dtype(c)).reshape(*x.shape[:2], c.top_k))
