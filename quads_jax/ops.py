@@ -211,16 +211,16 @@ def grouped_project(
     implementation: str | None = None,
     block: int | None = None,
     group: Array | None = None,
-    source: tuple[Array, Array] | None = None,
+    source: Array | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
     divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the matrix of each
     block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
-    nobody may read, are then anything. source (i32[M], bool[M]), with `block` and where `takes_source`: row m is
-    x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once, however many rows read it,
-    but by implementations that quantize in the product.
+    nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
+    f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything; each is quantized once,
+    however many rows read it.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
@@ -230,7 +230,7 @@ def grouped_project(
             f"x {given} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
             "x must be [M, K], group_sizes [E]"
         )
-    m = given[0] if source is None else source[0].shape[0]
+    m = given[0] if source is None else source.shape[0]
     if block is not None and m % block:
         raise ValueError(f"M={m} rows are not a multiple of block={block}: pad every group to whole blocks")
     if source is not None and (block is None or not takes_source(w, p, dtype, implementation)):

@@ -223,12 +223,13 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
             ids, inside = jnp.repeat(jnp.maximum(group - first, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
             x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
-        product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
     else:
-        index, filled = source
-        product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
-        by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
+        ids = None
+        if not isinstance(x, Quantized) and _quantizing(implementation, p, x.shape[-1]) is not None:
+            _, x = quantized(p, implementation, None, x, order)
+    product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
     packed, channel_scale = w.matrices()
     how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
+    how["source"] = source
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

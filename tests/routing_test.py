@@ -53,7 +53,7 @@ def test_routes_are_the_models(m, e, k, replays):
         d = dispatch_of(ids, e, packed=True)
         group, used = block_groups(d.sizes, d.pair.size, d.block)
         want = pallas_triton.Routes(
-            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, 3 * e + group, -1), d.sizes
+            gates, ids, d.slot, jnp.where(d.filled, d.pair // k, -1), jnp.where(used, 3 * e + group, -1), d.sizes
         )
         halves = jnp.stack([x / 2, x / 2])
         return want, kernel(
