@@ -291,6 +291,22 @@ def test_a_wrong_kernel_is_not_used(caplog):
         used(wrong, 6)
 
 
+def test_a_product_of_tokens_is_compared_as_one_of_rows(monkeypatch):
+    seen = []
+    monkeypatch.setattr(implementations, "compare", lambda name, kernel, x, w, options: seen.append((x.shape, options)))
+    monkeypatch.setattr(implementations, "_fp4_matmul", lambda x, w, *, source, **options: (x, source, options))
+    x, source, scale = jnp.ones((5, K), jnp.bfloat16), jnp.zeros(16, jnp.int32), jnp.ones((5, 1))
+    options = {"residual": x, "token_scale": scale, "group": jnp.zeros(2, jnp.int32), "fill": False}
+    multiply = implementations.PACKED_IMPLEMENTATIONS["fp4_mosaic"]
+    got = multiply(x, None, source=source, **options)
+    assert got[0] is x and got[1] is source and got[2] == options
+    ((shape, compared),) = seen
+    assert shape == (16, K) and compared.keys() == options.keys() and compared["fill"] is False
+    assert [compared[name].shape for name in ("residual", "token_scale", "group")] == [(16, K), (16, 1), (2,)]
+    multiply(x, None, **options)
+    assert seen[1] == ((5, K), options)
+
+
 def test_a_kernel_is_compared_outside_of_the_trace_around_it():
     """Where the axes of that trace are not bound, nor hidden those of the kernel's own."""
     w = jax.jit(lambda w: ops.unpack(tensor.quantize(w, NVFP4, unit="expert"), "bfloat16", NAME))(normal(N, K))
