@@ -196,7 +196,7 @@ def _checked_matmul(x: Array, w: layout.Packed, *, source: Array | None = None, 
 
 def _checked_quantized(x: Array, w: layout.Packed, **options: Any) -> Array:
     """The GEMM is compared, at what its quantizer would hand over; the quantizer itself is proven in its folder."""
-    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "norm", "swiglu")
+    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "read", "norm", "swiglu")
     product = {name: value for name, value in options.items() if name not in made_of}
     product["token_scale"] = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     if width:

@@ -212,6 +212,7 @@ def grouped_project(
     block: int | None = None,
     group: Array | None = None,
     source: Array | None = None,
+    read: Array | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
@@ -220,7 +221,8 @@ def grouped_project(
     block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
     nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
     f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything; each is quantized once,
-    however many rows read it.
+    however many rows read it. read i32[M], with `block`: negative for rows that nobody reads, and that are then
+    anything.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
@@ -237,7 +239,7 @@ def grouped_project(
         raise ValueError("this product takes rows in expert order: gather them first")
     if not packed_ops.reads_packed(w, p.weight, dtype, implementation):
         return _grouped(p, dtype, implementation, block, value(x), w, group_sizes, order, active)
-    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, group, source, order, active)
+    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, group, source, read, order, active)
 
 
 def quantized(

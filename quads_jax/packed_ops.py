@@ -212,7 +212,7 @@ def routed(p, implementation, block, parts, place, replayed):
 
 
 @_without_gradient
-def grouped_project(p, implementation, block, x, w, sizes, group, source, order, active):
+def grouped_project(p, implementation, block, x, w, sizes, group, source, read, order, active):
     """`ops.grouped_project` of a weight as it is stored."""
     w = _packed_operand(w, p)
     first = 0 if w.layer is None else w.layer * w.shape[0]
@@ -231,5 +231,7 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
     packed, channel_scale = w.matrices()
     how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
     how["source"] = source
+    if read is not None and product is _quantizing(implementation, p, w.shape[-1]):
+        how["read"] = read
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

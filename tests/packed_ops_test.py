@@ -97,16 +97,21 @@ def quantize(x, residual=0, mask=None, group=None, norm=None, swiglu=False):
     return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, x
 
 
-def quantizing(x, w, *, residual=0, mask=None, group=None, norm=None, swiglu=False, **kwargs):
+def unread(y, read):
+    """Rows that nobody reads, if any, as NaN."""
+    return y if read is None else jnp.where(read[:, None] < 0, jnp.nan, y)
+
+
+def quantizing(x, w, *, residual=0, mask=None, group=None, read=None, norm=None, swiglu=False, **kwargs):
     """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
     values, left, scale, _ = quantize(x, residual, mask, group, norm, swiglu)
-    return fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs)
+    return unread(fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs), read)
 
 
-def quantizing_fp8(x, w, *, norm=None, swiglu=False, **kwargs):
+def quantizing_fp8(x, w, *, read=None, norm=None, swiglu=False, **kwargs):
     """What those of FP8 promise."""
     _, rows = quantize_rows(FP8, x, norm=norm, swiglu=swiglu)
-    return direct_reference.matmul(rows.x, w, token_scale=rows.token_scale, **kwargs)
+    return unread(direct_reference.matmul(rows.x, w, token_scale=rows.token_scale, **kwargs), read)
 
 
 def quantize_rows(fmt, x, **options):

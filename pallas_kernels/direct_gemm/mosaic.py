@@ -81,17 +81,16 @@ def quantized_matmul(
     x: Array,
     w: Array,
     *,
+    read: Array | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
-    group: Array | None = None,
-    fill: bool = True,
     **kwargs: Any,
 ) -> Array:
-    """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; norm and swiglu as
-    its `quantize` takes them. Other arguments and errors as `matmul`.
+    """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; read, norm and
+    swiglu as its `quantize` takes them. Other arguments and errors as `matmul`.
     """
-    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu, group=None if fill else group)
-    return matmul(made.x, w, token_scale=made.scale[:, None], group=group, fill=fill, **kwargs)
+    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu, read=read)
+    return matmul(made.x, w, token_scale=made.scale[:, None], **kwargs)
 
 
 def choose(rows: int, w: Array, groups: int | None) -> Config:

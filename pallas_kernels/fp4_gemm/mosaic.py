@@ -61,6 +61,7 @@ def quantized_matmul(
     mask: Array | None = None,
     channel_scale: Array | None = None,
     group: Array | None = None,
+    read: Array | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
@@ -72,14 +73,14 @@ def quantized_matmul(
     kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks: u8[1, K/16], or
     a matrix its own, u8[E, K/16].
 
-    Other arguments and errors as `matmul`, x, residual, mask, norm and swiglu as
+    Other arguments and errors as `matmul`, x, residual, mask, read, norm and swiglu as
     `quantize_residual.pallas_triton.quantize`.
     """
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
     reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
-    how = {"residual": residual, "mask": mask, "group": group, "fill": fill, "stacked": c.stacked}
+    how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
     quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})

@@ -159,7 +159,8 @@ class Experts(nn.Module):
         source = d.token, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
-        return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
+        hidden = swiglu(up, p.dtype)
+        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=d.token, **groups)
 
 
 class MoE(nn.Module):
