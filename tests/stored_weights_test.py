@@ -142,9 +142,10 @@ def test_dispatch_by_comparing_is_that_by_sorting(packed, monkeypatch):
     monkeypatch.setattr("quads_jax.models.moe.MOST_COMPARED", 0)
     by_sorting = dispatch_of(jnp.asarray(ids), 6, packed)
     filled = np.asarray(by_sorting.filled)
-    for name in ("slot", "filled", "sizes"):
+    for name in ("slot", "filled", "token", "sizes"):
         np.testing.assert_array_equal(getattr(compared, name), getattr(by_sorting, name))
     np.testing.assert_array_equal(compared.pair[filled], by_sorting.pair[filled])
+    np.testing.assert_array_equal(compared.token, np.where(filled, compared.pair // 2, -1))
     assert compared.block == by_sorting.block and compared.pair.shape == by_sorting.pair.shape
 
 

@@ -73,12 +73,14 @@ def dispatch_of(ids: Array, experts: int, packed: bool = False) -> Dispatch:
     if flat.size <= MOST_COMPARED:
         before = jnp.tril(flat[:, None] == flat, -1)  # a launch on a GPU, where sorting takes several
         slot = layout.first[flat] + jnp.sum(before, axis=1, dtype=jnp.int32)
-        held = jnp.arange(flat.size, dtype=jnp.int32) + 1
+        held = jnp.arange(flat.size, dtype=jnp.int32)
         if layout.row.size * flat.size <= MOST_COMPARED**2:
-            pair = jnp.sum(jnp.where(slot == jnp.arange(layout.row.size)[:, None], held, 0), axis=1) - 1
+            own = slot == jnp.arange(layout.row.size)[:, None]
+            pair, token = (jnp.max(jnp.where(own, a, -1), axis=1) for a in (held, held // ids.shape[1]))
         else:
-            pair = jnp.full_like(layout.row, -1).at[slot].set(held - 1, unique_indices=True)
-        return Dispatch(slot, jnp.maximum(pair, 0), pair >= 0, pair // ids.shape[1], layout.sizes, block)
+            pair = jnp.full_like(layout.row, -1).at[slot].set(held, unique_indices=True)
+            token = pair // ids.shape[1]
+        return Dispatch(slot, jnp.maximum(pair, 0), pair >= 0, token, layout.sizes, block)
     by_expert = jnp.argsort(flat, stable=True)
     rank = jnp.zeros_like(flat).at[by_expert].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
     slot = layout.first[flat] + rank - (jnp.cumsum(counts) - counts)[flat]
