@@ -50,7 +50,7 @@ def operands(model: ModelConfig, product: str, routes: Array, own: bool) -> tupl
     groups = []
     for layer in range(LAYERS):
         ids = routes[:, layer % routes.shape[1]].astype(jnp.int32)
-        d = dispatch_of(ids, model.experts, LEAST_PACKED_BLOCK)
+        d = dispatch_of(ids, model.experts, packed=True)
         first = jnp.arange(0, d.pair.size, d.block)
         expert = jnp.sum(first[:, None] >= jnp.cumsum(d.sizes)[None, :-1], axis=1, dtype=jnp.int32)
         groups.append(jnp.where(d.filled[:: d.block], expert + layer * model.experts, -1))
@@ -97,4 +97,4 @@ def padded_rows(model: ModelConfig, product: str, batch: int) -> int:
     if product == "dense":
         return -(-batch // LEAST_PACKED_BLOCK) * LEAST_PACKED_BLOCK
     ids = jax.ShapeDtypeStruct((batch, model.top_k), jnp.int32)
-    return jax.eval_shape(lambda i: dispatch_of(i, model.experts, LEAST_PACKED_BLOCK).pair, ids).size
+    return jax.eval_shape(lambda i: dispatch_of(i, model.experts, packed=True).pair, ids).size

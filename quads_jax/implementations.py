@@ -174,14 +174,18 @@ def compare(name: str, kernel: Callable[..., Array], x: Any, w: Any, options: di
     _AGREED.add(key)
 
 
-def _checked_matmul(x: Array, w: layout.Packed, **options: Any) -> Array:
-    compare("fp4_mosaic", _fp4_matmul, x, w, options)
-    return _fp4_matmul(x, w, **options)
+def _checked_matmul(x: Array, w: layout.Packed, *, source: Array | None = None, **options: Any) -> Array:
+    """The GEMM is compared, at what a gather would hand over; the gather itself is proven in its folder."""
+    by_row = {"x": x} | {name: options[name] for name in ("residual", "token_scale") if options.get(name) is not None}
+    if source is not None:
+        by_row = {n: jax.ShapeDtypeStruct((len(source), *a.shape[1:]), a.dtype) for n, a in by_row.items()}
+    compare("fp4_mosaic", _fp4_matmul, by_row.pop("x"), w, options | by_row)
+    return _fp4_matmul(x, w, source=source, **options)
 
 
 def _checked_quantized(x: Array, w: layout.Packed, **options: Any) -> Array:
     """The GEMM is compared, at what its quantizer would hand over; the quantizer itself is proven in its folder."""
-    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "norm", "swiglu")
+    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "read", "norm", "swiglu")
     product = {name: value for name, value in options.items() if name not in made_of}
     product["token_scale"] = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     if width:

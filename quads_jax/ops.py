@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.grouped_gemm import blocked, reference
 from quads_jax import packed_ops
 from quads_jax.implementations import (  # noqa: F401
@@ -54,15 +55,15 @@ from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
 
-# Rows of a group's block, at least: what batched GEMMs and packed ones waste least with.
-LEAST_BLOCK, LEAST_PACKED_BLOCK = 16, packed_ops.LEAST_BLOCK
+LEAST_PACKED_BLOCK = sorted_rows.LEAST_BLOCK
 
 
-def padded_groups(group_sizes: Array, rows: int, least: int = LEAST_BLOCK) -> tuple[blocked.Blocks, int]:
+def padded_groups(group_sizes: Array, rows: int, packed: bool = False) -> tuple[blocked.Blocks, int]:
     """M = `rows` rows sorted by group, group_sizes i32[E] -> (layout in groups padded to whole blocks, rows a block):
-    what `grouped_project` takes without moving rows when it is told the block, which has at least `least` rows.
+    what `grouped_project` takes without moving rows when it is told the block. packed: of weights as they are stored.
     """
-    block = blocked.block_rows(rows, group_sizes.shape[0], least)
+    block_rows = sorted_rows.block_rows if packed else blocked.block_rows
+    block = block_rows(rows, group_sizes.shape[0])
     return blocked.blocks_of(group_sizes, rows, block), block
 
 
@@ -80,7 +81,7 @@ def routed(
     f32[S,M,E] whose sum are the router's logits, place i32[], replayed i[M,k] or None, renormalize as that module's
     `route` takes them. implementation: one of ROUTING, without a gradient.
     """
-    block = blocked.block_rows(parts.shape[1] * top_k, parts.shape[2], LEAST_PACKED_BLOCK)
+    block = sorted_rows.block_rows(parts.shape[1] * top_k, parts.shape[2])
     return packed_ops.routed((top_k, renormalize), implementation, block, parts, place, replayed), block
 
 
@@ -210,16 +211,18 @@ def grouped_project(
     implementation: str | None = None,
     block: int | None = None,
     group: Array | None = None,
-    source: tuple[Array, Array] | None = None,
+    source: Array | None = None,
+    read: Array | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
     order: i32[K], or i32[E, K] for an order an expert. Rows beyond sum(group_sizes) are zero. block: a promise that it
     divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the matrix of each
     block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
-    nobody may read, are then anything. source (i32[M], bool[M]), with `block` and where `takes_source`: row m is
-    x[source[m]], x f[T, K] or what `quantized` made of it, or zero; each is quantized once, however many rows read it,
-    but by implementations that quantize in the product.
+    nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
+    f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything; each is quantized once,
+    however many rows read it. read i32[M], with `block`: negative for rows that nobody reads, and that are then
+    anything.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
@@ -229,14 +232,14 @@ def grouped_project(
             f"x {given} and group_sizes {group_sizes.shape} do not fit {experts} experts of K={width}: "
             "x must be [M, K], group_sizes [E]"
         )
-    m = given[0] if source is None else source[0].shape[0]
+    m = given[0] if source is None else source.shape[0]
     if block is not None and m % block:
         raise ValueError(f"M={m} rows are not a multiple of block={block}: pad every group to whole blocks")
     if source is not None and (block is None or not takes_source(w, p, dtype, implementation)):
         raise ValueError("this product takes rows in expert order: gather them first")
     if not packed_ops.reads_packed(w, p.weight, dtype, implementation):
         return _grouped(p, dtype, implementation, block, value(x), w, group_sizes, order, active)
-    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, group, source, order, active)
+    return packed_ops.grouped_project(p, implementation, block, x, w, group_sizes, group, source, read, order, active)
 
 
 def quantized(

@@ -44,7 +44,6 @@ from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
-LEAST_BLOCK = sorted_rows.LEAST_BLOCK  # rows of a group's block, at least: what these products waste least with
 
 
 def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
@@ -191,7 +190,7 @@ def project(p, implementation, block, x, w, order, active):
     count, group = by_row["x"].shape[0], None
     if w.layer is not None:
         group = w.layer[None]
-        by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % LEAST_BLOCK), (0, 0))), by_row)
+        by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % sorted_rows.LEAST_BLOCK), (0, 0))), by_row)
     packed, channel_scale = w.matrices()
     with jax.named_scope("multiply"):
         y = product(by_row.pop("x"), packed, channel_scale=channel_scale, group=group, **by_row, **how)
@@ -213,7 +212,7 @@ def routed(p, implementation, block, parts, place, replayed):
 
 
 @_without_gradient
-def grouped_project(p, implementation, block, x, w, sizes, group, source, order, active):
+def grouped_project(p, implementation, block, x, w, sizes, group, source, read, order, active):
     """`ops.grouped_project` of a weight as it is stored."""
     w = _packed_operand(w, p)
     first = 0 if w.layer is None else w.layer * w.shape[0]
@@ -224,12 +223,15 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, order,
             ids, inside = jnp.repeat(jnp.maximum(group - first, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
             x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
-        product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
     else:
-        index, filled = source
-        product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
-        by_row = jax.tree.map(lambda a: jnp.where(filled[:, None], a[index], jnp.zeros((), a.dtype)), by_row)
+        ids = None
+        if not isinstance(x, Quantized) and _quantizing(implementation, p, x.shape[-1]) is not None:
+            _, x = quantized(p, implementation, None, x, order)
+    product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
     packed, channel_scale = w.matrices()
     how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
+    how["source"] = source
+    if read is not None and product is _quantizing(implementation, p, w.shape[-1]):
+        how["read"] = read
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

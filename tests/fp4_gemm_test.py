@@ -285,6 +285,36 @@ def test_kernel_by_interpreter(shape, config):
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-7 * np.abs(want).max())  # observed 9.6e-8
 
 
+def of_tokens(m, n, k, s):
+    """`operands` of three blocks of rows of seven tokens: ((x, w), arguments with `source`, the same gathered)."""
+    (x, w), kwargs, _ = operands(m, n, k, s, 3)
+    source, by_row = np.arange(m, dtype=np.int32) * 5 % 8 - 1, ("residual", "token_scale")
+    kwargs |= {name: kwargs[name][:7] for name in by_row}
+    rows = {name: np.where(source[:, None] < 0, 0, kwargs[name][source]) for name in by_row}
+    gathered = np.where(source[:, None] < 0, 0, x[source]), kwargs | rows
+    return (x[:7], w), kwargs | {"source": jnp.asarray(source)}, gathered
+
+
+def test_reference_of_tokens():
+    (x, w), kwargs, (rows, by_row) = of_tokens(24, 40, 64, 32)
+    np.testing.assert_array_equal(matmul(x, w, **kwargs), matmul(jnp.asarray(rows), w, **by_row))
+    with pytest.raises(ValueError, match=r"source is int32 \(24,\): pass int32 \[P\], and group"):
+        reference.matmul(x, w, **kwargs | {"group": None})
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_operands_of_tokens_are_those_of_gathered_rows(stacked, monkeypatch):
+    """What reaches the kernel, natural or arranged activations: residual channels end within the stages."""
+    (x, w), kwargs, (rows, by_row) = of_tokens(24, 40, 256, 64)
+    monkeypatch.setattr(mosaic, "_product", lambda operands, w, c, rows, token, *_: (operands, rows, token))
+    run = functools.partial(mosaic.matmul, config=Config(8, 2, 2, 1, stacked=stacked), interpret=True)
+    want = run(jnp.asarray(rows), w, **by_row)
+    arranged = {"x": layout.arrange(x, 1), "residual": layout.arrange(kwargs["residual"], 1), "arranged": True}
+    for got in (run(x, w, **kwargs), run(w=w, **kwargs | arranged)):
+        assert got[0].keys() == want[0].keys() == ({"x"} if stacked else {"x", "r"})
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 2048, 2048), (16, 5120, 2048), (64, 1536, 768), (256, 33, 48), (4096, 2048, 4096)]
 )
@@ -349,7 +379,7 @@ def test_every_projection_of_a_preset_has_a_tiling(name):
     for *experts, n, k in shapes_of:
         codes, scales = (jax.ShapeDtypeStruct((*experts, n, k // d), jnp.uint8) for d in (2, 16))
         w = jax.eval_shape(layout.pack, codes, scales)
-        for rows in (8, 16, 64, 256) if experts else (1, 16, 64, 256, 4096):
+        for rows in (8, 16, 32, 64, 256) if experts else (1, 16, 64, 256, 4096):
             for compensated in (False, True):
                 c = tiling.choose(rows, w, compensated, experts[0] if experts else None)
                 tiling.check(c, w, compensated, rows if experts else None)

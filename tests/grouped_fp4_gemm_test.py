@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp4_gemm import reference, tiling
-from pallas_kernels.grouped_fp4_gemm import bench, peer_torch, prove
+from pallas_kernels.grouped_fp4_gemm import bench, peer_torch, prove, sorted_rows
 from pallas_kernels.quantize_residual import prove as quantizer
 
 CASES = dict(prove.cases())
@@ -69,6 +69,11 @@ def test_sums_of_the_proofs_are_exact_in_float32():
         weights = prove.weights(np.random.default_rng(1), 1, 64, k, prove.FEW_BITS)[2]
         largest = 5 * np.sqrt(k * np.mean(both**2) * np.mean(weights**2))  # five deviations of a sum
         assert largest / (unit * 2.0**-5) < 2**24
+
+
+def test_a_block_has_four_times_the_mean_up_to_32_rows():
+    means = {0.5: 8, 1: 8, 2: 8, 4: 16, 8: 32, 16: 32, 32: 32, 64: 64, 1000: 256}
+    assert {mean: sorted_rows.block_rows(int(128 * mean), 128) for mean in means} == means
 
 
 def test_skewed_sizes():

@@ -1,6 +1,7 @@
 """The contract of the grouped GEMM: every entry of ops.IMPLEMENTATIONS against a loop over rows in numpy."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -131,7 +132,7 @@ def test_row_groups_by_block():
 def test_blocks_of_hold_every_row_once_in_its_group(sizes):
     rows, block = 21, 8
     b = jax.tree.map(np.asarray, blocked.blocks_of(jnp.array(sizes), rows, block))
-    assert b.row.shape == b.filled.shape == (block * (3 + 3),)  # ceil(21 / 8) blocks and one more a group
+    assert b.row.shape == b.filled.shape == (block * 5,)
     assert (b.sizes % block == 0).all() and (b.sizes >= sizes).all() and (b.sizes < np.add(sizes, block)).all()
     np.testing.assert_array_equal(np.sort(b.row[b.filled]), np.arange(sum(sizes)))
     first_row = np.cumsum(sizes) - sizes
@@ -139,6 +140,13 @@ def test_blocks_of_hold_every_row_once_in_its_group(sizes):
         held = slice(b.first[group], b.first[group] + size)
         np.testing.assert_array_equal(b.row[held], first_row[group] + np.arange(size))
         assert b.filled[held].all() and not b.filled[held.stop : b.first[group] + b.sizes[group]].any()
+
+
+def test_most_blocks_are_those_of_the_worst_sizes():
+    for rows, groups, block in itertools.product(range(1, 8), (1, 2, 3), (1, 2, 4)):
+        sizes = [s for s in itertools.product(range(rows + 1), repeat=groups) if sum(s) == rows]
+        worst = max(sum(-(-size // block) for size in s) for s in sizes)
+        assert blocked.most_blocks(rows, groups, block) == worst
 
 
 def test_choosing_an_implementation():

@@ -97,16 +97,21 @@ def quantize(x, residual=0, mask=None, group=None, norm=None, swiglu=False):
     return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, x
 
 
-def quantizing(x, w, *, residual=0, mask=None, group=None, norm=None, swiglu=False, **kwargs):
+def unread(y, read):
+    """Rows that nobody reads, if any, as NaN."""
+    return y if read is None else jnp.where(read[:, None] < 0, jnp.nan, y)
+
+
+def quantizing(x, w, *, residual=0, mask=None, group=None, read=None, norm=None, swiglu=False, **kwargs):
     """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
     values, left, scale, _ = quantize(x, residual, mask, group, norm, swiglu)
-    return fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs)
+    return unread(fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs), read)
 
 
-def quantizing_fp8(x, w, *, norm=None, swiglu=False, **kwargs):
+def quantizing_fp8(x, w, *, read=None, norm=None, swiglu=False, **kwargs):
     """What those of FP8 promise."""
     _, rows = quantize_rows(FP8, x, norm=norm, swiglu=swiglu)
-    return direct_reference.matmul(rows.x, w, token_scale=rows.token_scale, **kwargs)
+    return unread(direct_reference.matmul(rows.x, w, token_scale=rows.token_scale, **kwargs), read)
 
 
 def quantize_rows(fmt, x, **options):
@@ -190,7 +195,7 @@ def test_rows_quantized_before_they_are_sorted(name, monkeypatch):
     policy = p.residual.policy if p.residual else ""
     order = as_read(random_orders(1, policy)[0], policy, K // 2) if p.needs_order else None
     x = ops.Input(jnp.asarray(normal(1, 6, K), jnp.bfloat16), normal(K, seed=2), 1e-6, "bfloat16")
-    source = jnp.arange(16) % 6, jnp.arange(16) % 5 > 0
+    source = jnp.where(jnp.arange(16) % 5 > 0, jnp.arange(16) % 6, -1)
     how = {"p": p, "order": order, "implementation": NAME}
 
     @jax.jit
@@ -288,6 +293,22 @@ def test_a_wrong_kernel_is_not_used(caplog):
         RuntimeError, match=r"a_kernel is wrong on this cpu at M=6, .*Choose fp4_reference, or a_kernel_un"
     ):
         used(wrong, 6)
+
+
+def test_a_product_of_tokens_is_compared_as_one_of_rows(monkeypatch):
+    seen = []
+    monkeypatch.setattr(implementations, "compare", lambda name, kernel, x, w, options: seen.append((x.shape, options)))
+    monkeypatch.setattr(implementations, "_fp4_matmul", lambda x, w, *, source, **options: (x, source, options))
+    x, source, scale = jnp.ones((5, K), jnp.bfloat16), jnp.zeros(16, jnp.int32), jnp.ones((5, 1))
+    options = {"residual": x, "token_scale": scale, "group": jnp.zeros(2, jnp.int32), "fill": False}
+    multiply = implementations.PACKED_IMPLEMENTATIONS["fp4_mosaic"]
+    got = multiply(x, None, source=source, **options)
+    assert got[0] is x and got[1] is source and got[2] == options
+    ((shape, compared),) = seen
+    assert shape == (16, K) and compared.keys() == options.keys() and compared["fill"] is False
+    assert [compared[name].shape for name in ("residual", "token_scale", "group")] == [(16, K), (16, 1), (2,)]
+    multiply(x, None, **options)
+    assert seen[1] == ((5, K), options)
 
 
 def test_a_kernel_is_compared_outside_of_the_trace_around_it():

@@ -47,9 +47,9 @@ def test_what_lies_in_front(name):
 
 
 def test_rows_that_nobody_reads():
-    x, group = distributions(24, 48)["normal"], np.int32([1, -1, 0])
-    assert prove.exact(x, group=group, interpret=True) == {"ok": True}
-    got = pallas_triton.quantize(jnp.asarray(x), group=jnp.asarray(group), interpret=True)
+    x, read = distributions(24, 48)["normal"], np.int32([1, -1, 0]).repeat(8)
+    assert prove.exact(x, read=read, interpret=True) == {"ok": True}
+    got = pallas_triton.quantize(jnp.asarray(x), read=jnp.asarray(read), interpret=True)
     full = pallas_triton.quantize(jnp.asarray(x), interpret=True)
     assert not np.array_equal(got.scale[8:16], full.scale[8:16])
 

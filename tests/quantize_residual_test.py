@@ -44,7 +44,7 @@ CASES = {
     "leading": (21, 320, 8, 80, {}),
     "a layer's blocks": (21, 192, 16, 96, {"mask": MASKS, "group": np.int32([2])}),
     "an expert's blocks": (48, 192, 16, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "stacked": True}),
-    "no rows of no expert": (48, 192, 8, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "fill": False}),
+    "rows that nobody reads": (48, 192, 8, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "read": prove.SOME[:48]}),
 }
 
 
@@ -137,7 +137,7 @@ def test_bad_arguments(x, how, complaint):
         pallas_triton.quantize(x, **{"tokens": 8} | how)
 
 
-def stand_in(x, *, tokens, residual, mask, group, stacked, width, interpret, norm, swiglu):
+def stand_in(x, *, tokens, residual, mask, group, read, stacked, width, interpret, norm, swiglu):
     """The kernel's results by its definition: its interpreter is not the GEMM's."""
     whole = -(-x.shape[1] // 64) * 64
     keep = np.arange(x.shape[1]) < residual

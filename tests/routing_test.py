@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_gemm.blocked import block_groups
-from pallas_kernels.routing import logits, pallas_triton
+from pallas_kernels.routing import gather, logits, pallas_triton, prove
 from quads_jax import implementations, ops
 from quads_jax.models.layers import STACKS
 from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route
@@ -50,10 +50,10 @@ def test_routes_are_the_models(m, e, k, replays):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def both(x):
         _, gates, ids = route(x, jnp.eye(e), k, replays, told)
-        d = dispatch_of(ids, e, ops.LEAST_PACKED_BLOCK)
+        d = dispatch_of(ids, e, packed=True)
         group, used = block_groups(d.sizes, d.pair.size, d.block)
         want = pallas_triton.Routes(
-            gates, ids, d.slot, jnp.where(d.filled, d.pair, -1), jnp.where(used, 3 * e + group, -1), d.sizes
+            gates, ids, d.slot, jnp.where(d.filled, d.pair // k, -1), jnp.where(used, 3 * e + group, -1), d.sizes
         )
         halves = jnp.stack([x / 2, x / 2])
         return want, kernel(
@@ -110,6 +110,62 @@ def test_partial_logits_refused():
         logits.partial_logits(x.astype(jnp.float32), w, jnp.int32(0), parts=1)
     with pytest.raises(ValueError, match="parts=5 of D=32 channels: pass a divisor"):
         logits.partial_logits(x, w, jnp.int32(0), parts=5)
+
+
+SOME = prove.sources(24, 5)
+
+
+@pytest.mark.parametrize(
+    "dtype, source, how",
+    [
+        (prove.BF16, SOME, {"residual": 96, "tile": 8}),
+        (prove.BF16, SOME, {"residual": 32, "width": 96, "tile": 4, "fill": False}),
+        (prove.BF16, SOME, {"residual": 32, "width": 64}),
+        (prove.E4M3, SOME, {"fill": False}),
+        (prove.E4M3, np.full(8, -1, np.int32), {}),
+        (prove.BF16, np.full(8, 4, np.int32), {"residual": 96, "tile": 4}),
+    ],
+    ids=str,
+)
+def test_rows_are_gathered(dtype, source, how):
+    """Five tokens of 96 channels, some, none or all of one."""
+    assert prove.exact(dtype, 5, 96, source, interpret=not GPU, **how) == {"ok": True}
+
+
+@pytest.mark.skipif(not GPU, reason="in the interpreter these take minutes")
+@pytest.mark.parametrize("name", dict(prove.cases()))
+def test_proofs_of_the_gather(name):
+    assert dict(prove.cases())[name]() == {"ok": True}
+
+
+@pytest.mark.parametrize("mistake", ["another token", "zeros are not written", "x and r change places"])
+def test_the_proof_of_the_gather_sees(mistake, monkeypatch):
+    real = gather.rows
+
+    def wrong(source, x, r, scale, *, fill, **how):
+        if mistake == "another token":
+            source = source.at[3].set((source[3] + 1) % 5)
+        if mistake == "zeros are not written":
+            made = real(source, x, r, scale, fill=fill, **how)
+            return made._replace(scale=jnp.where(source < 0, 1, made.scale))
+        x, r = (r, x) if mistake.startswith("x") else (x, r)
+        return real(source, x, r, scale, fill=fill, **how)
+
+    monkeypatch.setattr(gather, "rows", wrong)
+    row = prove.exact(prove.BF16, 5, 96, SOME, residual=96, tile=8, interpret=not GPU)
+    assert not row["ok"] and row["of"] == ("scale" if mistake.startswith("z") else "x")
+
+
+def test_gather_refused():
+    x, source = jnp.zeros((5, 96), jnp.bfloat16), jnp.zeros(12, jnp.int32)
+    for change, message in (
+        ({"source": source.astype(jnp.int8)}, r"source is int8 \(12,\) of rows .*: pass int32 \[P\] and T rows"),
+        ({"scale": jnp.zeros(6)}, r"'scale': \(6, 1\)\}: pass int32"),
+        ({"r": x, "width": 64}, r"r is bfloat16 \(5, 96\) beside bfloat16, for width=64: pass one dtype, S at most"),
+        ({"r": x, "tile": 8}, "tile=8 of P=12 rows, .*: pass a divisor of P, and an r as wide as x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gather.rows(**{"source": source, "x": x} | change)
 
 
 def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):

@@ -86,6 +86,10 @@ def test_direct_products_of_several_matrices():
             group=jnp.int32([4, -1, 0]),
         )
         np.testing.assert_array_equal(got, np.float32(want))
+    source = np.int32([20, -1, 3, 7, 0, 1, 2, 4])
+    of_tokens = {"token_scale": jnp.float32(token), "source": jnp.asarray(source), "group": jnp.int32([4])}
+    got = direct.matmul(jnp.asarray(x, dtype), jnp.asarray(w, dtype), **of_tokens)
+    np.testing.assert_array_equal(got, np.where(source[:, None] < 0, 0, x[source] @ w[4].T * token[source]))
     with pytest.raises(ValueError, match="w holds 5 matrices: pass group"):
         direct.matmul(jnp.zeros((8, 32), jnp.bfloat16), jnp.zeros((5, 16, 32), jnp.bfloat16))
 
@@ -107,6 +111,21 @@ def test_the_direct_kernel_in_the_interpreter(m, k, groups, dtype):
     np.testing.assert_array_equal(got, direct.matmul(x, w, group=group, **scales))
 
 
+@pytest.mark.parametrize("dtype", direct.DTYPES)
+def test_operands_of_tokens_are_those_of_gathered_rows(dtype, monkeypatch):
+    """What reaches the direct kernel."""
+    rng, seen = np.random.default_rng(0), []
+    monkeypatch.setattr(direct_mosaic, "_run", lambda c, x, w, *rest: (seen.append((c, x, *rest)), jnp.ones((1, 8)))[1])
+    x, w = rng.integers(-4, 5, (7, 256)), jnp.zeros((240, 128, 256), dtype)
+    token, source = np.float32(rng.normal(size=(7, 1))), np.arange(1920, dtype=np.int32) * 5 % 8 - 1
+    gathered = [np.where(source[:, None] < 0, 0, a[source]) for a in (x, token)]
+    how = {"group": jnp.arange(240, dtype=jnp.int32), "interpret": True}
+    of_tokens = {"token_scale": jnp.asarray(token), "source": jnp.asarray(source)}
+    direct_mosaic.matmul(jnp.asarray(x, dtype), w, **of_tokens, **how)
+    direct_mosaic.matmul(jnp.asarray(gathered[0], dtype), w, token_scale=jnp.asarray(gathered[1]), **how)
+    jax.tree.map(np.testing.assert_array_equal, *seen)
+
+
 def test_a_layers_place_is_not_taken_by_another_implementation():
     x, w = jnp.ones((2, 32)), ops.Arranged(jnp.ones((3, 16, 32), jnp.bfloat16), None, layer=jnp.int32(1))
     assert w.shape == (16, 32)
@@ -116,16 +135,17 @@ def test_a_layers_place_is_not_taken_by_another_implementation():
         ops.project(x, w, Precision().experts, implementation="fp4_reference")
 
 
-@pytest.mark.parametrize("least", [8, 16])
-def test_dispatch_by_comparing_is_that_by_sorting(least, monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_dispatch_by_comparing_is_that_by_sorting(packed, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 5, (40, 2)).astype(np.int32)
-    compared = dispatch_of(jnp.asarray(ids), 6, least)
+    compared = dispatch_of(jnp.asarray(ids), 6, packed)
     monkeypatch.setattr("quads_jax.models.moe.MOST_COMPARED", 0)
-    by_sorting = dispatch_of(jnp.asarray(ids), 6, least)
+    by_sorting = dispatch_of(jnp.asarray(ids), 6, packed)
     filled = np.asarray(by_sorting.filled)
-    for name in ("slot", "filled", "sizes"):
+    for name in ("slot", "filled", "token", "sizes"):
         np.testing.assert_array_equal(getattr(compared, name), getattr(by_sorting, name))
     np.testing.assert_array_equal(compared.pair[filled], by_sorting.pair[filled])
+    np.testing.assert_array_equal(compared.token, np.where(filled, compared.pair // 2, -1))
     assert compared.block == by_sorting.block and compared.pair.shape == by_sorting.pair.shape
 
 

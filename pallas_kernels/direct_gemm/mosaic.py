@@ -22,6 +22,7 @@ from pallas_kernels.fp4_gemm import decode
 from pallas_kernels.fp4_gemm.layout import TILE
 from pallas_kernels.fp4_gemm.reference import epilogue, row_groups
 from pallas_kernels.quantize_fp8 import pallas_triton
+from pallas_kernels.routing import gather
 
 TOKEN_TILES = (8, 16, 32, 64, 128)
 _WARPGROUPS = 2  # that multiply, in a block of threads
@@ -51,21 +52,26 @@ def matmul(
     group: Array | None = None,
     out_dtype: DTypeLike = jnp.float32,
     fill: bool = True,
+    source: Array | None = None,
     interpret: bool = False,
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order and, of FP8, the precision of sums. interpret: what Pallas'
     interpreter can run, for tests. Raises ValueError also for sizes that do not fill the kernel's tiles, RuntimeError
     if JAX is too old.
     """
-    reference.check(x, w, group, out_dtype)
+    reference.check(x, w, group, out_dtype, source)
+    token = None if token_scale is None else token_scale[:, 0]
+    if source is not None:
+        x, _, token = gather.rows(source, x, None, token, fill=fill, interpret=interpret)
     m, groups = x.shape[0], None if group is None else group.shape[0]
     c = choose(m // (groups or 1), w, groups)
     x = jnp.pad(x, ((0, -m % c.tokens), (0, 0)))
     tiles = None if group is None else jnp.repeat(group, m // groups // c.tokens)
     if c.splits > 1:
         y = jnp.sum(_run(c, x, w, tiles, None, jnp.float32, fill, interpret), axis=0)[:m]
-        return epilogue(y, token_scale, channel_scale, row_groups(group, m), out_dtype)
-    token = jnp.ones((m,), jnp.float32) if token_scale is None else token_scale[:, 0]
+        token = None if token is None else token[:, None]
+        return epilogue(y, token, channel_scale, row_groups(group, m), out_dtype)
+    token = jnp.ones((m,), jnp.float32) if token is None else token
     channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     scales = jnp.pad(token, (0, -m % c.tokens)), channel
     return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), fill, interpret)[0, :m]
@@ -75,17 +81,16 @@ def quantized_matmul(
     x: Array,
     w: Array,
     *,
+    read: Array | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
-    group: Array | None = None,
-    fill: bool = True,
     **kwargs: Any,
 ) -> Array:
-    """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; norm and swiglu as
-    its `quantize` takes them. Other arguments and errors as `matmul`.
+    """`matmul` of the FP8 activations, a scale a token, that `quantize_fp8` makes of x bf16[M, K]; read, norm and
+    swiglu as its `quantize` takes them. Other arguments and errors as `matmul`.
     """
-    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu, group=None if fill else group)
-    return matmul(made.x, w, token_scale=made.scale[:, None], group=group, fill=fill, **kwargs)
+    made = pallas_triton.quantize(x, norm=norm, swiglu=swiglu, read=read)
+    return matmul(made.x, w, token_scale=made.scale[:, None], **kwargs)
 
 
 def choose(rows: int, w: Array, groups: int | None) -> Config:

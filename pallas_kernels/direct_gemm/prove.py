@@ -21,25 +21,32 @@ from pallas_kernels.fp4_gemm.prove import compare, powers
 from pallas_kernels.jobs import Row
 
 
-def exact(dtype: Any, m: int, n: int, k: int, *, experts: int = 0, scaled: bool = True, fill: bool = True) -> Row:
-    """One product, twice. experts: as many matrices, and blocks of m rows, of which the first has no matrix; nothing is
-    asked of its rows if not `fill`.
+def exact(
+    dtype: Any, m: int, n: int, k: int, *, experts: int = 0, tokens: int = 0, scaled: bool = True, fill: bool = True
+) -> Row:
+    """One product, twice. experts: as many matrices, and blocks of m rows, of which the first has no matrix. tokens:
+    rows are gathered from as many, a third are of none. Nothing is asked of rows without either if not `fill`.
     """
     rng = np.random.default_rng(m + n + k)
     rows, matrices = m * max(experts, 1), max(experts, 1)
-    x, w = (rng.integers(-1, 2, s).astype(np.float32) for s in ((rows, k), (matrices, n, k)))
+    given, source = tokens or rows, np.arange(rows, dtype=np.int32)
+    x, w = (rng.integers(-1, 2, s).astype(np.float32) for s in ((given, k), (matrices, n, k)))
     kwargs, ids = {}, np.zeros(rows, np.int32)
-    token, channel = np.ones((rows, 1), np.float32), np.ones((matrices, n), np.float32)
+    token, channel = np.ones((given, 1), np.float32), np.ones((matrices, n), np.float32)
     if scaled:
-        token, channel = powers(rng, rows, 1), powers(rng, matrices, n)
+        token, channel = powers(rng, given, 1), powers(rng, matrices, n)
         kwargs |= {"token_scale": token, "channel_scale": channel}
     if experts:
         group = rng.integers(0, experts, experts).astype(np.int32)
         group[0] = -1
         kwargs["group"], ids = group, np.repeat(group, m)
-    want = np.stack([x[i] @ w[max(e, 0)].T * (token[i] * channel[max(e, 0)]) for i, e in enumerate(ids)])
-    want = np.where(ids[:, None] < 0, np.float32(0), want)
-    run, read = jax.jit(functools.partial(mosaic.matmul, out_dtype=jnp.float32, fill=fill)), (ids >= 0) | fill
+    if tokens:
+        kwargs["source"] = source = np.where(rng.random(rows) < 1 / 3, -1, source * 5 % tokens).astype(np.int32)
+    of = list(zip(source, np.maximum(ids, 0), strict=True))
+    want = np.stack([x[i] @ w[e].T * (token[i] * channel[e]) for i, e in of])
+    full = (ids >= 0) & (source >= 0)
+    want = np.where(full[:, None], want, np.float32(0))
+    run, read = jax.jit(functools.partial(mosaic.matmul, out_dtype=jnp.float32, fill=fill)), full | fill
     got = [np.asarray(run(jnp.asarray(x, dtype), jnp.asarray(w, dtype), **kwargs)) for _ in range(2)]
     return compare([a[read] for a in got], want[read])
 
@@ -56,6 +63,8 @@ def cases() -> list[tuple[str, Callable[[], Row]]]:
             ((8, 256, 512), {"experts": 6}),
             ((16, 1536, 2048), {"experts": 40}),
             ((8, 1536, 2048), {"experts": 40, "fill": False}),
+            ((16, 1536, 2048), {"experts": 40, "tokens": 64, "fill": False}),
+            ((8, 256, 512), {"experts": 6, "tokens": 5}),
             ((64, 2048, 768), {"experts": 3, "scaled": False}),
         ):
             name = " ".join([dtype.name, *map(str, shape), *(f"{k}={v}" for k, v in options.items())])

@@ -12,6 +12,7 @@ from pallas_kernels.fp4_gemm.block import FourBit, run
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.quantize_residual import pallas_triton
+from pallas_kernels.routing import gather
 
 
 def matmul(
@@ -25,6 +26,7 @@ def matmul(
     out_dtype: DTypeLike = jnp.float32,
     arranged: bool = False,
     fill: bool = True,
+    source: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -33,19 +35,22 @@ def matmul(
     interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests; it knows no
     clusters. Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
     """
-    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged)
-    c = _config(config, x.shape[0], w, residual is not None, group)
-    operands = {"x": _in_tiles(x, c.tokens, 0, arranged)}
-    if residual is not None:
-        width = operands["x"].shape[1] if c.stacked else _residual_width(c, residual.shape[1])
-        r = _in_tiles(residual, c.tokens, width, arranged)
-        if c.stacked:
-            tiles = [a.reshape(-1, c.tokens, a.shape[1]) for a in (operands["x"], r)]
-            operands["x"] = jnp.concatenate(tiles, axis=1).reshape(-1, r.shape[1])
-        else:
-            operands["r"] = r
+    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source)
+    rows = x.shape[0] if source is None else source.shape[0]
+    c = _config(config, rows, w, residual is not None, group)
+    x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
     token = None if token_scale is None else token_scale[:, 0]
-    return _product(operands, w, c, x.shape[0], token, channel_scale, group, out_dtype, fill, interpret)
+    width = None if r is None else x.shape[1] if c.stacked else _residual_width(c, r.shape[1])
+    if source is not None:
+        how = {"width": width, "tile": c.tokens if c.stacked else None, "fill": fill, "interpret": interpret}
+        x, r, token = gather.rows(source, x, r, token, **how)
+    else:
+        x, r = _padded(x, c.tokens, 0), None if r is None else _padded(r, c.tokens, width)
+        if c.stacked:
+            tiles = [a.reshape(-1, c.tokens, width) for a in (x, r)]
+            x, r = jnp.concatenate(tiles, axis=1).reshape(-1, width), None
+    operands = {"x": x} | ({} if r is None else {"r": r})
+    return _product(operands, w, c, rows, token, channel_scale, group, out_dtype, fill, interpret)
 
 
 def quantized_matmul(
@@ -56,6 +61,7 @@ def quantized_matmul(
     mask: Array | None = None,
     channel_scale: Array | None = None,
     group: Array | None = None,
+    read: Array | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
@@ -67,14 +73,14 @@ def quantized_matmul(
     kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks: u8[1, K/16], or
     a matrix its own, u8[E, K/16].
 
-    Other arguments and errors as `matmul`, x, residual, mask, norm and swiglu as
+    Other arguments and errors as `matmul`, x, residual, mask, read, norm and swiglu as
     `quantize_residual.pallas_triton.quantize`.
     """
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
-    reference.check(made, w, None, None, channel_scale, group, out_dtype, False)
+    reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
-    how = {"residual": residual, "mask": mask, "group": group, "fill": fill, "stacked": c.stacked}
+    how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
     quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
@@ -90,11 +96,8 @@ def _config(config: Config | None, rows: int, w: Packed, compensated: bool, grou
     return c
 
 
-def _in_tiles(x: Array, tokens: int, width: int, arranged: bool) -> Array:
-    """Activations in the kernel's order, padded to whole tiles of tokens and at least `width` channels: nothing to do
-    for arranged ones that fill them.
-    """
-    x = x if arranged else layout.arrange(x, tokens)
+def _padded(x: Array, tokens: int, width: int) -> Array:
+    """To whole tiles of tokens and at least `width` channels: nothing to do for what fills them."""
     padding = -x.shape[0] % tokens, max(width - x.shape[1], 0)
     return jnp.pad(x, [(0, n) for n in padding]) if any(padding) else x
 

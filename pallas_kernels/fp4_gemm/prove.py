@@ -51,13 +51,15 @@ def exact(
     nan: bool = False,
     one_scale: bool = False,
     arranged: bool = False,
+    tokens: int = 0,
     fill: bool = True,
     out_dtype: str = "float32",
 ) -> dict[str, Any]:
     """One product against float64, bit for bit, twice. residual: its leading channels. experts: as many blocks of m
     rows, of which the first has no matrix. poison: garbage in the weight's padding. nan: NaN in a scale of each kind.
     one_scale: one global scale a matrix, not one a channel. arranged: activations are handed over in kernel order.
-    Nothing is asked of rows without a matrix if not `fill`.
+    tokens: rows are gathered from as many, a third are of none. Nothing is asked of those, nor of rows without a
+    matrix, if not `fill`.
     """
     rng = np.random.default_rng(m * n + k + residual)
     codes, scales, values = weights(rng, max(experts, 1), n, k, FEW_BITS)
@@ -66,8 +68,10 @@ def exact(
         full = jax.jit(layout.pack)(np.full_like(codes, 255), np.full_like(scales, 255))
         w = layout.Packed(w.words | ~full.words, w.scales | (~full.scales & np.uint16(0x7E7E)), n, k)
     rows = m * max(experts, 1)
-    x, r = (rng.integers(-8, 9, (rows, width)).astype(np.float32) for width in (k, residual))
-    kwargs = {"token_scale": powers(rng, rows, 1), "channel_scale": powers(rng, max(experts, 1), 1 if one_scale else n)}
+    given, source = tokens or rows, np.arange(rows, dtype=np.int32)
+    x, r = (rng.integers(-8, 9, (given, width)).astype(np.float32) for width in (k, residual))
+    channel = powers(rng, max(experts, 1), 1 if one_scale else n)
+    kwargs = {"token_scale": powers(rng, given, 1), "channel_scale": channel}
     if nan:
         kwargs["token_scale"][rows // 2], kwargs["channel_scale"][-1, n // 2] = np.nan, np.nan
     ids = np.zeros(rows, np.int32)
@@ -75,20 +79,23 @@ def exact(
         group = rng.integers(0, experts, experts).astype(np.int32)
         group[0] = -1
         kwargs["group"], ids = group, np.repeat(group, m)
+    if tokens:
+        kwargs["source"] = source = np.where(rng.random(rows) < 1 / 3, -1, source * 5 % tokens).astype(np.int32)
     order = (lambda a: layout.arrange(a, 1)) if arranged else lambda a: a
     if residual:
         kwargs["residual"] = order(jnp.asarray(r, jnp.bfloat16))
     both = x.astype(np.float64)
     both[:, :residual] += r
+    both = np.where(source[:, None] < 0, 0, both[source])
     want = np.zeros((rows, n))
     for e in np.unique(ids[ids >= 0]):
         want[ids == e] = both[ids == e] @ values[e].T
-    want = want.astype(np.float32) * (kwargs["token_scale"] * kwargs["channel_scale"][np.maximum(ids, 0)])
+    want = want.astype(np.float32) * (kwargs["token_scale"][source] * kwargs["channel_scale"][np.maximum(ids, 0)])
     want = np.where(ids[:, None] < 0, np.float32(0), want)
     if out_dtype == "bfloat16":
         want = want.astype(ml_dtypes.bfloat16)
     how = {"config": config, "out_dtype": out_dtype, "arranged": arranged, "fill": fill}
-    run, read = jax.jit(functools.partial(mosaic.matmul, **how)), (ids >= 0) | fill
+    run, read = jax.jit(functools.partial(mosaic.matmul, **how)), (ids >= 0) & (source >= 0) | fill
     got = [np.asarray(run(order(jnp.asarray(x, jnp.bfloat16)), w, **kwargs)) for _ in range(2)]
     return compare([a[read] for a in got], want[read])
 
@@ -100,7 +107,8 @@ def compare(got: list[Any], want: Any) -> dict[str, Any]:
         return {"ok": True}
     wrong = np.argwhere(~same[0])
     first = tuple(int(i) for i in wrong[0]) if len(wrong) else None
-    where = {f"{axis}_wrong": np.unique(wrong[:, i])[:12].tolist() for i, axis in enumerate(("rows", "columns"))}
+    axes = enumerate(("rows", "columns")[: want.ndim])
+    where = {f"{axis}_wrong": np.unique(wrong[:, i])[:12].tolist() for i, axis in axes}
     examples = [] if first is None else [float(got[0][first]), float(want[first])]
     return {
         "ok": False,
@@ -192,6 +200,9 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(16, 192, 256, experts=6)
     add(16, 192, 256, experts=6, one_scale=True)
     add(8, 1536, 2048, experts=40, residual=2048, fill=False)
+    add(16, 1536, 2048, experts=40, residual=2048, arranged=True, tokens=64, fill=False)
+    add(32, 1536, 2048, experts=20, residual=1024, arranged=True, tokens=64)
+    add(8, 192, 240, experts=6, residual=112, tokens=5)
     add(16, 192, 256, residual=256, experts=5)
     add(32, 192, 256, Config(8, 2, 3, 1, 2), residual=128, experts=5)
     add(16, 192, 256, experts=6, nan=True)

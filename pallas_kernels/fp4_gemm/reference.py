@@ -23,6 +23,7 @@ def matmul(
     out_dtype: DTypeLike = jnp.float32,
     arranged: bool = False,
     fill: bool = True,
+    source: Array | None = None,
 ) -> Array:
     """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
 
@@ -31,10 +32,13 @@ def matmul(
     global scales, multiplied in float32 with the float32 sum, as (sum) * (token_scale * channel_scale); None is 1.
     group: i32[B], B dividing M: the matrix of each block of M / B rows, below 0 for none: zeros. None: matrix 0.
     out_dtype: float32 or bfloat16. arranged: x and residual come from `layout.arrange`, [M, K'] and [M, S'], as from a
-    producer that writes this order. fill: False where nobody reads rows without a matrix, which may then be anything.
-    Raises ValueError for anything else.
+    producer that writes this order. source: with `group`, i32[P], the row of x, residual and token_scale that is row m
+    of P = M, below 0 for none: zeros. fill: False where nobody reads rows without a matrix or a source, which may then
+    be anything. Raises ValueError for anything else.
     """
-    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged)
+    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source)
+    if source is not None:
+        x, residual, token_scale = (a if a is None else gathered(a, source) for a in (x, residual, token_scale))
     if arranged:
         x = layout.natural(x, w.k)
         residual = None if residual is None else layout.natural(residual, min(residual.shape[1], w.k))
@@ -44,6 +48,11 @@ def matmul(
     if residual is not None:
         y = y + _dot(jnp.pad(residual, ((0, 0), (0, w.k - residual.shape[1]))).astype(jnp.float32), w, ids)
     return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+
+
+def gathered(a: Array, source: Array) -> Array:
+    """Rows of [T, ...] in the order of source i32[P], zeros where it is negative."""
+    return jnp.where(source[:, None] < 0, jnp.zeros((), a.dtype), a[jnp.maximum(source, 0)])
 
 
 def epilogue(
@@ -64,7 +73,7 @@ def row_groups(group: Array | None, rows: int) -> Array:
     return jnp.zeros((rows,), jnp.int32) if group is None else jnp.repeat(group, rows // group.shape[0])
 
 
-def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged) -> None:
+def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source) -> None:
     """Raises ValueError for arguments that `matmul` does not take."""
     experts = w.words.shape[0]
     step = layout.TILE if arranged else layout.BLOCK
@@ -90,6 +99,15 @@ def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged
         raise ValueError(
             f"channel_scale is {channel_scale.dtype} {channel_scale.shape}: pass float32 [{experts}, {w.n} or 1]"
         )
+    check_rows(m, experts, group, source, out_dtype)
+
+
+def check_rows(m: int, experts: int, group: Array | None, source: Array | None, out_dtype: DTypeLike) -> None:
+    """Raises ValueError for group, source and out_dtype that `matmul` of M rows of x does not take."""
+    if source is not None:
+        if source.dtype != jnp.int32 or source.ndim != 1 or group is None:
+            raise ValueError(f"source is {source.dtype} {source.shape}: pass int32 [P], and group")
+        m = len(source)
     if group is not None and (group.dtype != jnp.int32 or group.ndim != 1 or not len(group) or m % len(group)):
         raise ValueError(f"group is {group.dtype} {group.shape}: pass int32 [B], B dividing M={m}")
     if group is None and experts != 1:

@@ -96,12 +96,12 @@ def fits(c: Config, w: Any, compensated: bool, block: int) -> bool:
 
 
 def block_of(shape: Shape, rows: int) -> int:
-    return blocked.block_rows(rows, shape.experts, sorted_rows.LEAST_BLOCK)
+    return sorted_rows.block_rows(rows, shape.experts)
 
 
 def padded_rows(shape: Shape, rows: int) -> int:
     block = block_of(shape, rows)
-    return block * (-(-rows // block) + shape.experts)
+    return block * blocked.most_blocks(rows, shape.experts, block)
 
 
 def routed(key: Array, shape: Shape, rows: int) -> Array:

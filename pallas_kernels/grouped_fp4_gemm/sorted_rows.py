@@ -16,7 +16,15 @@ from jax import Array
 from pallas_kernels.fp4_gemm.layout import Packed
 from pallas_kernels.grouped_gemm import blocked
 
-LEAST_BLOCK = 8  # the kernel's smallest token tile
+LEAST_BLOCK, MOST_SPARE = 8, 32  # rows: the kernel's smallest token tile, and what few rows a group are padded to
+
+
+def block_rows(rows: int, groups: int) -> int:
+    """Rows a block: `blocked.block_rows`, but up to 32 the power of two at or below four times the mean, because a
+    weight is decoded once a block and hot groups have more rows than the mean.
+    """
+    spare = 1 << max((4 * rows // groups).bit_length() - 1, 0)
+    return blocked.block_rows(rows, groups, min(max(spare, LEAST_BLOCK), MOST_SPARE))
 
 
 def matmul(
@@ -29,23 +37,27 @@ def matmul(
     rows: dict[str, Array | None] | None = None,
     block: int | None = None,
     group: Array | None = None,
+    source: Array | None = None,
     **kwargs: Any,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T by `product`, one of `fp4_gemm`'s or `direct_gemm`'s: x [M, K] sorted by group, w of at
     least E matrices, group_sizes i32[E] -> [M, N], zeros in rows beyond their sum, whatever those hold.
 
     first: the matrix of group 0. rows: arguments of the product with a row a row of x. block: a promise that it divides
-    M and every size, which saves padding; rows without a pair are zero then. None takes a power of two near the mean.
-    group i32[M / block]: with `block`, the matrix of each, -1 for none, where it is known. Other arguments are passed
-    on.
+    M and every size, which saves padding; rows without a pair are zero then. None takes `block_rows`.
+    group i32[M / block]: with `block`, the matrix of each, -1 for none, where it is known. source i32[M]: with `block`,
+    of x [T, K] and `rows` the row that is row m, below 0 for none. Other arguments are passed on.
     """
-    total, operands, sizes, padded = x.shape[0], {"x": x} | (rows or {}), group_sizes, None
+    total, how = x.shape[0], kwargs
+    if source is not None:
+        total, how = source.shape[0], kwargs | {"source": source}
+    operands, sizes, padded = {"x": x} | (rows or {}), group_sizes, None
     if block is None:
-        block = blocked.block_rows(total, group_sizes.shape[0], LEAST_BLOCK)
+        block = block_rows(total, group_sizes.shape[0])
         padded = blocked.blocks_of(group_sizes, total, block)
         operands, sizes = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
     if group is None:
-        group, used = blocked.block_groups(sizes, operands["x"].shape[0], block)
+        group, used = blocked.block_groups(sizes, total if padded is None else padded.row.shape[0], block)
         group = jnp.where(used, group + first, -1)
-    y = product(operands.pop("x"), w, group=group, **operands, **kwargs)
+    y = product(operands.pop("x"), w, group=group, **operands, **how)
     return y if padded is None else blocked.unpad(y, padded, group_sizes, total)

@@ -1,6 +1,6 @@
 """Grouped GEMM as one batched GEMM over row blocks of equal size, each of a single group, in plain XLA operations.
 
-Every group is padded to whole blocks, so at most E blocks are added, and the shapes do not depend on the routing. Each
+Every group is padded to whole blocks, as many in all as the worst routing takes: shapes do not depend on it. Each
 block reads its group's weight by a gather. A caller that needs several products of the same groups pads its rows once
 (`blocks_of`) and says so by `block`; rows then move through memory once instead of around every product. No operation
 adds through a scatter, whose order of sums a GPU does not fix.
@@ -22,6 +22,13 @@ def block_rows(rows: int, groups: int, least: int = 16) -> int:
     return min(256, max(least, 1 << (mean.bit_length() - 1)))
 
 
+def most_blocks(rows: int, groups: int, block: int) -> int:
+    """Blocks that hold M = `rows` rows in any groups: most where each group with rows fills all blocks but the last,
+    which has one.
+    """
+    return (rows + min(rows, groups) * (block - 1)) // block
+
+
 class Blocks(NamedTuple):
     """Sorted rows in padded groups of P rows. sizes i32[E], multiples of the block; first i32[E], where each group
     begins; row i32[P], the sorted row of each padded one; filled bool[P], whether it has one.
@@ -34,8 +41,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(group_sizes: jax.Array, rows: int, block: int) -> Blocks:
-    """The padded layout of M = `rows` rows sorted by group, group_sizes i32[E]: P = block * (ceil(M / block) + E)."""
-    padded = block * (-(-rows // block) + group_sizes.shape[0])
+    """The padded layout of M = `rows` rows sorted by group, group_sizes i32[E]: P is `most_blocks` times block."""
+    padded = block * most_blocks(rows, group_sizes.shape[0], block)
     sizes = (group_sizes + block - 1) // block * block
     first = group_ends(sizes) - sizes
     ids, _ = row_groups(sizes, padded, block)

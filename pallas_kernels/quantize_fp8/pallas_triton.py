@@ -40,14 +40,14 @@ def quantize(
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     keep: bool = False,
-    group: Array | None = None,
+    read: Array | None = None,
     interpret: bool = False,
 ) -> Rows:
     """bf16[M, K] -> its E4M3 values and the scale of each row.
 
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
-    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too. group:
-    i32[B], below 0 for each block of M / B rows that nobody reads, and that stay unwritten.
+    gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too. read:
+    i32[M], below 0 for rows that nobody reads, and that stay unwritten.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
     if x.ndim != 2 or x.dtype != (jnp.float32 if swiglu else jnp.bfloat16) or (swiglu and x.shape[1] % 2):
@@ -58,9 +58,9 @@ def quantize(
     weight, eps = (None, None) if norm is None else norm
     if norm is not None and (swiglu or weight.shape != (k,) or weight.dtype != jnp.float32):
         raise ValueError(f"norm's weight is {weight.dtype} {weight.shape}: pass float32 [{k}], and no swiglu")
-    if group is not None and m % len(group):
-        raise ValueError(f"group has {len(group)} blocks, which do not divide M={m} rows: pad x to whole blocks")
-    return _quantize(x, weight, group, eps=eps, swiglu=swiglu, keep=keep, interpret=interpret)
+    if read is not None and (read.shape != (m,) or read.dtype != jnp.int32):
+        raise ValueError(f"read is {read.dtype} {read.shape}: pass int32 {(m,)}")
+    return _quantize(x, weight, read, eps=eps, swiglu=swiglu, keep=keep, interpret=interpret)
 
 
 # jit: Flax's scan takes a bare Pallas call, which nothing may drop, for something that its constants depend on
@@ -68,7 +68,7 @@ def quantize(
 def _quantize(
     x: Array,
     weight: Array | None,
-    group: Array | None,
+    read: Array | None,
     *,
     eps: float | None,
     swiglu: bool,
@@ -77,17 +77,17 @@ def _quantize(
 ) -> Rows:
     m, halves = x.shape[0], 1 + swiglu
     k = x.shape[1] // halves
-    width, block = pl.next_power_of_2(k), None if group is None else m // len(group)
+    width = pl.next_power_of_2(k)
     operands, in_specs = [x.reshape(m, halves, k)], [pl.BlockSpec((1, halves, width), lambda i: (i, 0, 0))]
     if weight is not None:
         operands.append(weight.reshape(1, 1, k))
         in_specs.append(pl.BlockSpec((1, 1, width), lambda i: (0, 0, 0)))
-    if group is not None:
-        operands.append(group)
-        in_specs.append(pl.BlockSpec(group.shape, lambda i: (0,)))
+    if read is not None:
+        operands.append(read)
+        in_specs.append(pl.BlockSpec(read.shape, lambda i: (0,)))
     outputs = [(k, width, jnp.float8_e4m3fn), (1, 1, jnp.float32)] + [(k, width, jnp.bfloat16)] * keep
     made = pl.pallas_call(
-        functools.partial(_kernel, k=k, eps=eps, swiglu=swiglu, block=block, interpret=interpret),
+        functools.partial(_kernel, k=k, eps=eps, swiglu=swiglu, skips=read is not None, interpret=interpret),
         grid=(m,),
         in_specs=in_specs,
         out_specs=[pl.BlockSpec((1, 1, padded), lambda i: (i, 0, 0)) for _, padded, _ in outputs],
@@ -99,22 +99,20 @@ def _quantize(
     return Rows(made[0][:, 0], made[1][:, 0, 0], made[2][:, 0] if keep else None)
 
 
-def _kernel(
-    x_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, block: int | None, interpret: bool
-) -> None:
-    """x [1, 1, K'] or gate and up [1, 2, K'], the norm's weight [1, 1, K'] if `eps`, group [B] of `block` rows each if
-    there is one, values [1, 1, K'], scale [1, 1, 1], the quantized [1, 1, K'] if they are kept.
+def _kernel(x_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, skips: bool, interpret: bool) -> None:
+    """x [1, 1, K'] or gate and up [1, 2, K'], the norm's weight [1, 1, K'] if `eps`, read [M] if it
+    `skips` rows, values [1, 1, K'], scale [1, 1, 1], the quantized [1, 1, K'] if they are kept.
     """
     weight_ref, refs = (None, refs) if eps is None else (refs[0], refs[1:])
     row = functools.partial(_row, k=k, eps=eps, swiglu=swiglu, interpret=interpret)
-    if block is None:
-        row(x_ref, weight_ref, *refs)
+    if skips:
+        pl.when(refs[0][pl.program_id(0)] >= 0)(lambda: row(x_ref, weight_ref, *refs[1:]))
     else:
-        pl.when(refs[0][lax.div(pl.program_id(0), block)] >= 0)(lambda: row(x_ref, weight_ref, *refs[1:]))
+        row(x_ref, weight_ref, *refs)
 
 
 def _row(x_ref: Any, weight_ref: Any, *refs: Any, k: int, eps: float | None, swiglu: bool, interpret: bool) -> None:
-    """A row of `_kernel` without its group."""
+    """A row of `_kernel` that is not skipped."""
     values_ref, scale_ref, *kept_refs = refs
     inside = lax.broadcasted_iota(jnp.int32, values_ref.shape, 2) < k
 

@@ -51,7 +51,7 @@ def quantize(
     residual: int = 0,
     mask: Array | None = None,
     group: Array | None = None,
-    fill: bool = True,
+    read: Array | None = None,
     stacked: bool = False,
     width: int | None = None,
     norm: tuple[Array, float] | None = None,
@@ -64,14 +64,13 @@ def quantize(
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
     multiple of 16; 0 for none. mask: u8 [G, K/16], not 0 for the blocks among them whose residual is kept; None keeps
     all. group: i32[B], the row of a `mask` of several for each block of M / B rows, where B > 1 a multiple of `tokens`;
-    below 0, any; those rows stay unwritten if not `fill`, where B > 1. width: S', a multiple of 64; None takes the
-    next one, or K' where `stacked`, see Operands.
+    below 0, any. read: i32[M], below 0 for rows that nobody reads, which may stay unwritten. width: S', a multiple of
+    64; None takes the next one, or K' where `stacked`, see Operands.
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
     gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
-    m, k = _check(x, tokens, residual, mask, group, stacked, norm, swiglu)
-    skips = not fill and group is not None and len(group) > 1
+    m, k = _check(x, tokens, residual, mask, group, read, stacked, norm, swiglu)
     tiles = -(-k // TILE)
     if width is None:
         width = tiles * TILE if stacked else -(-residual // TILE) * TILE
@@ -104,14 +103,14 @@ def quantize(
     if norm is not None:
         operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
         in_specs.append(pl.BlockSpec((1, blocks, *_THREAD), lambda i: (0, 0, 0, 0)))
-    looked_up = [group] if skips or (mask is not None and len(mask) > 1) else []
-    looked_up += [] if mask is None else [mask]
+    looked_up = [] if mask is None else [mask] if len(mask) == 1 else [group, mask]
+    looked_up += [] if read is None else [read]
     operands += looked_up
     in_specs += [pl.BlockSpec(a.shape, lambda i, a=a: (0,) * a.ndim) for a in looked_up]
     how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
     how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
     results = pl.pallas_call(
-        functools.partial(_kernel, m=m, k=k, masked=mask is not None, skips=skips, **how),
+        functools.partial(_kernel, m=m, k=k, masks=0 if mask is None else len(mask), skips=read is not None, **how),
         grid=(padded // rows,),
         in_specs=in_specs,
         out_specs=[s for _, s in outputs],
@@ -132,6 +131,7 @@ def _check(
     residual: int,
     mask: Array | None,
     group: Array | None,
+    read: Array | None,
     stacked: bool,
     norm: Any,
     swiglu: bool,
@@ -152,6 +152,8 @@ def _check(
         raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
     if group is not None and len(group) > 1 and m % (len(group) * tokens):
         raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
+    if read is not None and (read.shape != (m,) or read.dtype != jnp.int32):
+        raise ValueError(f"read is {read.dtype} {read.shape}: pass int32 {(m,)}")
     if mask is None:
         return m, k
     if mask.dtype != jnp.uint8 or mask.ndim != 2 or mask.shape[1] != k // BLOCK or not len(mask):
@@ -161,14 +163,15 @@ def _check(
     return m, k
 
 
-def _kernel(x_ref, *refs, skips: bool, eps: float | None, masked: bool, m: int, **how: Any) -> None:
-    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] if it `skips`
-    rows or chooses among masks, mask [G, K/16] if `masked`, and what `_rows` writes.
+def _kernel(x_ref, *refs, skips: bool, eps: float | None, masks: int, m: int, **how: Any) -> None:
+    """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] to choose among
+    several `masks`, mask [G, K/16] if there are any, read [M] if it `skips` rows, and what `_rows` writes.
     """
     refs = list(refs)
     weight_ref = None if eps is None else refs.pop(0)
-    group_ref = refs.pop(0) if refs[0].ndim == 1 else None
-    mask_ref = refs.pop(0) if masked else None
+    group_ref = refs.pop(0) if masks > 1 else None
+    mask_ref = refs.pop(0) if masks else None
+    read_ref = refs.pop(0) if skips else None
     own, first = jnp.int32(0), pl.program_id(0) * x_ref.shape[0]
     if group_ref is not None:  # a program's rows are of one block
         own = group_ref[lax.div(first, m // group_ref.shape[0]) if group_ref.shape[0] > 1 else 0]
@@ -177,7 +180,8 @@ def _kernel(x_ref, *refs, skips: bool, eps: float | None, masked: bool, m: int, 
         _rows(x_ref, weight_ref, mask_ref, jnp.maximum(own, 0), refs, left=m - first, eps=eps, **how)
 
     if skips:
-        pl.when(own >= 0)(rows)
+        at = first + jnp.arange(x_ref.shape[0])
+        pl.when(jnp.max(plt.load(read_ref.at[at], mask=at < m, other=-1)) >= 0)(rows)
     else:
         rows()
 

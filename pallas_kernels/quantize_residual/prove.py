@@ -28,6 +28,9 @@ EPS = 1e-6
 ORDER = np.array([16 * (p // 2 % 4) + 4 * (p // 16) + 2 * (p // 8 % 2) + p % 2 for p in range(64)])
 
 
+SOME = np.where(np.arange(1536) % 16 < np.arange(1536) // 16 % 16, 0, -1).astype(np.int32)  # of 16 rows 0 to 15
+
+
 def expected(x: Any, keep: Any = False) -> tuple[Any, Any, Any]:
     """x f32[M, K] of bf16 values, keep bool, broadcast to it -> (values f32[M, K], residual values f32[M, K], scale
     f32[M]) of NVFP4 with a global scale a row, subnormal numbers as 0.
@@ -105,26 +108,27 @@ def exact(
     *,
     mask: Any = None,
     group: Any = None,
-    fill: bool = True,
+    read: Any = None,
     stacked: bool = False,
     norm: Any = None,
     swiglu: bool = False,
     interpret: bool = False,
 ) -> dict[str, Any]:
     """One call, twice: {"ok"}, or what is wrong of which result. x: bf16 [M, K], with `swiglu` f32 [M, 2K]; norm: a
-    weight f32 [K]; mask u8 [G, K/16], group i32[B]; of rows that are not filled nothing is asked.
+    weight f32 [K]; mask u8 [G, K/16], group i32[B]; of rows whose `read` i32[M] is negative nothing is asked.
     """
-    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "fill": fill, "interpret": interpret}
+    how = {"tokens": tokens, "residual": residual, "stacked": stacked, "interpret": interpret}
     how |= {"swiglu": swiglu, "keep": swiglu or norm is not None}
 
-    def call(x, mask, group, weight):
+    def call(x, mask, group, read, weight):
         norm = None if weight is None else (weight, EPS)
-        return pallas_triton.quantize(x, mask=mask, group=group, norm=norm, **how)
+        return pallas_triton.quantize(x, mask=mask, group=group, read=read, norm=norm, **how)
 
     run = jax.jit(call)
-    got = [run(jnp.asarray(x), mask, group, norm) for _ in range(2)]
+    got = [run(jnp.asarray(x), mask, group, read, norm) for _ in range(2)]
     if how["keep"]:
-        row = between(got[0].kept, limits(x, norm))
+        asked = slice(None) if read is None else read >= 0
+        row = between(np.asarray(got[0].kept)[asked], limits(x[asked], norm))
         if not row["ok"]:
             return row | {"of": "kept"}
         x = np.asarray(got[0].kept)
@@ -150,9 +154,9 @@ def exact(
         arrays = [a.view(np.uint16) if name != "scale" else a for a in arrays]
         if arrays[0].shape != wanted.shape:
             return {"ok": False, "wrong": f"{name} has shape {arrays[0].shape}, not {wanted.shape}"}
-        if not fill:
-            read = (group >= 0).repeat(m // len(group) * len(wanted) // m)
-            arrays, wanted = [a[read] for a in arrays], wanted[read]
+        if read is not None:
+            asked = (read >= 0).reshape(-1, 1, tokens).repeat(len(wanted) // m, 1).reshape(-1)
+            arrays, wanted = [a[asked] for a in arrays], wanted[asked]
         row = compare(arrays, wanted)
         if not row["ok"]:
             return row | {"of": name}
@@ -238,8 +242,9 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add("outlier channels", 37, 1040, 16, 1040, mask=masks, group=np.int32([3]))
     add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), stacked=True)
     add("outlier channels", 96, 1040, 16, 528, mask=masks, group=np.int32([2, 0, 3]))
-    add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), fill=False, stacked=True)
-    add("outlier channels", 1536, 768, 8, group=np.arange(192, dtype=np.int32) % 3 - 1, fill=False)
+    add("outlier channels", 48, 1040, 8, 1040, mask=masks, group=np.int32([4, -1, 1]), read=SOME[:48], stacked=True)
+    add("outlier channels", 1536, 768, 8, read=SOME)
+    add("gates", 1536, 768, 16, 768, read=SOME, stacked=True, swiglu=True)
     for k in (2048, 768, 4096):
         weight = np.random.default_rng(k).normal(size=k).astype(np.float32)
         for name in ("normal", "outlier channels", "wide", "tiny rows"):

@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.grouped_gemm.blocked import most_blocks
+
 MOST_PAIRS = 2048
 _TILE = 16  # of a matrix product, at least
 _CHUNK = 64 * 128  # probabilities of tokens that are taken at once
@@ -25,14 +27,14 @@ _NUMBERS = 32  # of them, a thread
 
 class Routes(NamedTuple):
     """C = M k (token, choice) pairs in P rows, each expert's padded to whole blocks. gates f32[M,k], ids i32[M,k]; slot
-    i32[C]: the row of a pair; pair i32[P]: of a row, group i32[P/block]: the expert of a block of rows, counted on from
-    those of the layers before, both -1 for none; sizes i32[E], in rows.
+    i32[C]: the row of a pair; token i32[P]: of a row, group i32[P/block]: the expert of a block of rows, counted on
+    from those of the layers before, both -1 for none; sizes i32[E], in rows.
     """
 
     gates: Array
     ids: Array
     slot: Array
-    pair: Array
+    token: Array
     group: Array
     sizes: Array
 
@@ -59,7 +61,7 @@ def route(
     """
     s, m, experts = _check(parts, replayed, top_k, block)
     pairs = m * top_k
-    blocks = -(-pairs // block) + experts
+    blocks = most_blocks(pairs, experts, block)
     whole = pl.next_power_of_2
     width = max(whole(experts), _TILE)
     chunk = min(max(whole(m), _TILE), max(_CHUNK // width, _TILE))
@@ -68,7 +70,7 @@ def route(
         "gates": (pairs, whole(pairs), jnp.float32),
         "ids": (pairs, whole(pairs), jnp.int32),
         "slot": (pairs, whole(pairs), jnp.int32),
-        "pair": (blocks * block, whole(blocks * block), jnp.int32),
+        "token": (blocks * block, whole(blocks * block), jnp.int32),
         "group": (blocks, whole(blocks), jnp.int32),
         "sizes": (experts, width, jnp.int32),
         "first": (experts, width, jnp.int32),  # row of an expert
@@ -91,8 +93,8 @@ def route(
         interpret=interpret,
         name="route",
     )(*given)
-    gates, ids, slot, pair, group, sizes = made[:6]
-    return Routes(gates.reshape(m, top_k), ids.reshape(m, top_k), slot, pair, group, sizes)
+    gates, ids, *rest = made[:6]
+    return Routes(gates.reshape(m, top_k), ids.reshape(m, top_k), *rest)
 
 
 def _check(parts: Array, replayed: Array | None, top_k: int, block: int) -> tuple[int, int, int]:
@@ -133,8 +135,8 @@ def _kernel(
     width = parts_ref.shape[2]
     expert = lax.broadcasted_iota(jnp.int32, (chunk, width), 1)
     earlier = jnp.arange(chunk)[:, None] > jnp.arange(chunk)[None, :]
-    blocks = -(-m * k // block) + experts
-    for name, size in (("pair", blocks * block), ("group", blocks)):
+    blocks = most_blocks(m * k, experts, block)
+    for name, size in (("token", blocks * block), ("group", blocks)):
         at = jnp.arange(out[name].shape[0])
         plt.store(out[name].at[at], jnp.full(at.shape, -1, jnp.int32), mask=at < size)
 
@@ -188,7 +190,7 @@ def _kernel(
         slot += ((other == taken) & (jnp.minimum(choice, k - 1) >= d)).astype(jnp.int32)
     plt.store(out["gates"].at[pair], gate)
     plt.store(out["slot"].at[pair], slot)
-    plt.store(out["pair"].at[slot], pair)
+    plt.store(out["token"].at[slot], token)
     plt.store(out["group"].at[lax.div(slot, block)], place_ref[0] * experts + taken)
 
 

@@ -132,12 +132,13 @@ def linear(
     sizes: Array | None = None,
     block: int | None = None,
     group: Array | None = None,
-    source: tuple[Array, Array, Callable[[Array], Array]] | None = None,
+    source: tuple[Array, Callable[[Array], Array]] | None = None,
+    read: Array | None = None,
 ) -> Array:
     """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
 
-    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block, group: as `ops.grouped_project` takes
-    them. source: x is not sorted yet: index and filled as that takes them, and a function that sorts it. active
+    sizes i32[E]: x [M, K] is sorted by expert and the weight is [E, N, K]; block, group, read: as `ops.grouped_project`
+    takes them. source: x is not sorted yet: the rows that that takes, and a function that sorts it. active
     bool[...]: rows that count in channel statistics. Reads the channel order `quant/<path>/<name>`; while the
     collection `stats` is mutable, writes the mean residual a channel there; while `inputs` is, (x [M, K] with zeros in
     rows that do not count, sizes).
@@ -148,9 +149,9 @@ def linear(
     how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
     x = ops.value(x) if measured else x
     if source is not None:
-        *rows, take = source
+        rows, take = source
         if not measured and ops.takes_source(w, layer, precision.dtype, precision.implementation):
-            return ops.grouped_project(x, w, sizes, layer, block=block, group=group, source=tuple(rows), **how)
+            return ops.grouped_project(x, w, sizes, layer, block=block, group=group, source=rows, **how)
         x = take(x)
     if module.is_mutable_collection("stats") and layer.activation is not None:
         groups = sizes if name == "down" else None
@@ -162,7 +163,7 @@ def linear(
         module.put_variable("inputs", name, (counted.reshape(-1, x.shape[-1]), sizes))
     if sizes is None:
         return ops.project(x, w, layer, **how)
-    return ops.grouped_project(x, w, sizes, layer, block=block, group=group, **how)
+    return ops.grouped_project(x, w, sizes, layer, block=block, group=group, read=read, **how)
 
 
 class RMSNorm(nn.Module):

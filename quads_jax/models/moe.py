@@ -49,50 +49,56 @@ def preferred(probs: Array, top_k: int) -> Array:
 class Dispatch(NamedTuple):
     """Rows in expert order, padded to whole blocks an expert. C = M k (token, choice) pairs, P padded rows.
 
-    slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; sizes i32[E], multiples of
-    block; group i32[P/block] or None: the matrix of a block in `layers.STACKS`, -1 for none, where it is known.
+    slot i32[C]: the row of a pair; pair i32[P]: what a row holds, where filled bool[P]; token i32[P]: whose pair, -1
+    where not filled; sizes i32[E], multiples of block; group i32[P/block] or None: the matrix of a block in
+    `layers.STACKS`, -1 for none, where it is known.
     """
 
     slot: Array
     pair: Array
     filled: Array
+    token: Array
     sizes: Array
     block: int
     group: Array | None = None
 
 
-def dispatch_of(ids: Array, experts: int, least: int = ops.LEAST_BLOCK) -> Dispatch:
-    """Expert ids i32[M,k] -> where every pair goes, in blocks of at least `least` rows. Within an expert, rows keep the
-    order of the tokens.
+def dispatch_of(ids: Array, experts: int, packed: bool = False) -> Dispatch:
+    """Expert ids i32[M,k] -> where every pair goes, in blocks for weights as they are stored where `packed`. Within an
+    expert, rows keep the order of the tokens.
     """
     flat = ids.reshape(-1)
     counts = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    layout, block = ops.padded_groups(counts, flat.size, least)
+    layout, block = ops.padded_groups(counts, flat.size, packed)
     if flat.size <= MOST_COMPARED:
         before = jnp.tril(flat[:, None] == flat, -1)  # a launch on a GPU, where sorting takes several
         slot = layout.first[flat] + jnp.sum(before, axis=1, dtype=jnp.int32)
-        held = jnp.arange(flat.size, dtype=jnp.int32) + 1
+        held = jnp.arange(flat.size, dtype=jnp.int32)
         if layout.row.size * flat.size <= MOST_COMPARED**2:
-            pair = jnp.sum(jnp.where(slot == jnp.arange(layout.row.size)[:, None], held, 0), axis=1) - 1
+            own = slot == jnp.arange(layout.row.size)[:, None]
+            pair, token = (jnp.max(jnp.where(own, a, -1), axis=1) for a in (held, held // ids.shape[1]))
         else:
-            pair = jnp.full_like(layout.row, -1).at[slot].set(held - 1, unique_indices=True)
-        return Dispatch(slot, jnp.maximum(pair, 0), pair >= 0, layout.sizes, block)
+            pair = jnp.full_like(layout.row, -1).at[slot].set(held, unique_indices=True)
+            token = pair // ids.shape[1]
+        return Dispatch(slot, jnp.maximum(pair, 0), pair >= 0, token, layout.sizes, block)
     by_expert = jnp.argsort(flat, stable=True)
     rank = jnp.zeros_like(flat).at[by_expert].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
     slot = layout.first[flat] + rank - (jnp.cumsum(counts) - counts)[flat]
-    return Dispatch(slot, by_expert[layout.row], layout.filled, layout.sizes, block)
+    pair, filled = by_expert[layout.row], layout.filled
+    return Dispatch(slot, pair, filled, jnp.where(filled, pair // ids.shape[1], -1), layout.sizes, block)
 
 
 def routed(
     x: Array, w: ops.Stacked, c: ModelConfig, replayed: Array | None, implementation: str
 ) -> tuple[Array, Array, Array, Dispatch]:
     """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
-    Load statistics alone read the probabilities: a step that wants none leaves them out.
+    Load statistics alone read the probabilities, and gradients the pairs: a step that wants none leaves them out.
     """
     n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
     parts = ops.partial_logits(x, w, n, implementation)
     r, block = ops.routed(parts, w.layer, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
-    d = Dispatch(r.slot, jnp.maximum(r.pair, 0), r.pair >= 0, r.sizes, block, r.group)
+    pair = jnp.zeros_like(r.token).at[r.slot].set(jnp.arange(r.slot.size, dtype=jnp.int32), unique_indices=True)
+    d = Dispatch(r.slot, pair, r.token >= 0, r.token, r.sizes, block, r.group)
     return jax.nn.softmax(parts.sum(0), axis=-1), r.gates, r.ids, d
 
 
@@ -152,10 +158,11 @@ class Experts(nn.Module):
         c, p = self.cfg, self.precision
         groups = {"active": active, "sizes": d.sizes, "block": d.block, "group": d.group}
         shape = (c.experts, 2 * c.d_expert, c.d_model)
-        source = d.pair // c.top_k, d.filled, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
+        source = d.token, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
-        return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
+        hidden = swiglu(up, p.dtype)
+        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=d.token, **groups)
 
 
 class MoE(nn.Module):
@@ -185,7 +192,7 @@ class MoE(nn.Module):
         else:
             router = router.own() if isinstance(router, ops.Stacked) else router
             probs, gates, ids = route(tokens, router, c.top_k, c.renormalize, replayed)
-            d = dispatch_of(ids, c.experts, ops.LEAST_PACKED_BLOCK if stored else ops.LEAST_BLOCK)
+            d = dispatch_of(ids, c.experts, packed=stored)
         if self.is_mutable_collection(RECORDED):
             own = ids if replayed is None else preferred(probs, c.top_k)
             self.put_variable(RECORDED, "ids", own.astype(ids_dtype(c)).reshape(*x.shape[:2], c.top_k))
