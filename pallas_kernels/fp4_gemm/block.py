@@ -256,6 +256,8 @@ class FourBit:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
         def product(task, slot):
+            early = self._scales(task) if c.tokens <= tiling.EARLY_SCALES else None  # the products hide reading them
+
             def scope(acc):
                 def step(i, slot, compensated):
                     plgpu.barrier_wait(smem["full"].at[slot])
@@ -278,7 +280,7 @@ class FourBit:
                 return acc[...], after
 
             y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y, early)
             return slot
 
         self.each_task(product, jnp.int32(self.part))
@@ -309,8 +311,10 @@ class FourBit:
             carry = loop(first, number(task.count), carry, False)
         return carry
 
-    def _finish(self, task: Task, y: Array) -> None:
-        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it."""
+    def _finish(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
+        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it. scales: the
+        task's, if read before.
+        """
         c, smem = self.c, self.smem
 
         def add(name, others, y):
@@ -330,9 +334,9 @@ class FourBit:
         def first():
             whole = add("part", c.parts - 1, y) if c.parts > 1 else y
             if not c.joined:
-                return self._store(task, whole)
+                return self._store(task, whole, scales)
             pl.when(task.split > 0)(lambda: send_peer(whole))
-            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole)))
+            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole), scales))
 
         if c.parts == 1:
             first()
@@ -344,13 +348,14 @@ class FourBit:
         """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
         return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA, scattered=True)
 
-    def _store(self, task: Task, y: Array) -> None:
+    def _store(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless XLA adds them up."""
-        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
-        tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
+        rows, tokens = self._place(task)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
+            token, channel = scales or self._scales(task)
+            channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
+            y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
         if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
         y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
@@ -366,14 +371,23 @@ class FourBit:
         else:
             pl.when(task.count > 0)(store)
 
-    def _channel_scale(self, matrix: Any, rows: Any) -> Array:
-        """f32[64, tokens], from one number where the matrix has one."""
-        if self.gmem["channel_scale"].shape[1] == 1:
-            return jnp.broadcast_to(self.gmem["channel_scale"][matrix, 0], (TILE, self.c.tokens))
-        return self._spread("channel_scale", (matrix, rows), 0)
+    def _place(self, task: Task) -> tuple[Any, Any]:
+        """The warpgroup's rows and tokens of a task."""
+        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
+        return rows, pl.ds(task.m * self.c.tokens, self.c.tokens)
 
-    def _spread(self, name: str, index: Any, axis: int) -> Array:
-        """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
+    def _scales(self, task: Task) -> tuple[Array, Array] | None:
+        """Of a task's tokens f32[tokens] and of its rows f32[64], or f32[] where the matrix has one."""
+        if "token_scale" not in self.gmem:
+            return None
+        rows, tokens = self._place(task)
+        if self.gmem["channel_scale"].shape[1] == 1:
+            channel = self.gmem["channel_scale"][task.matrix, 0]
+        else:
+            channel = self._read("channel_scale", (task.matrix, rows), 0)
+        return self._read("token_scale", tokens, 1), channel
+
+    def _read(self, name: str, index: Any, axis: int) -> Array:
+        """One scale a token (axis 1) or a row (axis 0) as they lie in registers beside the accumulator."""
         ref = self.gmem[name].at[index]
-        scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
-        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))
+        return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
