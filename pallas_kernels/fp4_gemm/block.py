@@ -123,24 +123,33 @@ class FourBit:
         wg = lax.axis_index("wg")
         self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
 
-    def task(self, index: Any) -> Task:
-        """Of a number of tasks, or of clusters, whose blocks have tasks of their own."""
-        c, gmem = self.c, self.gmem
+    def tile(self, index: Any) -> tuple[Any, Any, Any]:
+        """Tile of tokens, group of row tiles and part of K of a task, or of a cluster, whose blocks have their own."""
+        c = self.c
         m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.rows * c.shared)
-        if "group" in gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
+        if "group" in self.gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
             n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
         else:  # blocks with the same weights run together
             m, n = lax.rem(index, m_tiles), lax.rem(lax.div(index, m_tiles), row_groups)
+        return m, n, lax.div(index, m_tiles * row_groups)
+
+    def entry(self, index: Any) -> Any:
+        """What memory says of a task: its matrix, if it has one of some."""
+        return self.gmem["group"][self.tile(index)[0]] if "group" in self.gmem else None
+
+    def task(self, index: Any, entry: Any) -> Task:
+        """By its number and `entry`."""
+        c, gmem = self.c, self.gmem
+        m, n, split = self.tile(index)
         peer = lax.axis_index("peer") if c.cluster > 1 else 0
-        split = peer if c.joined else lax.div(index, m_tiles * row_groups)
+        split = peer if c.joined else split
         n = n if c.shared == 1 else n * c.shared + peer
         steps = gmem["x"].shape[1] // self.width
         count, matrix = steps // c.splits, 0
         first = split * count
-        if "group" in gmem:
-            group = gmem["group"][m]
-            matrix = jnp.maximum(group, 0)
-            count = jnp.where(group < 0, 0, count)
+        if entry is not None:
+            matrix = jnp.maximum(entry, 0)
+            count = jnp.where(entry < 0, 0, count)
         compensated = None
         if "r" in gmem:
             total = gmem["r"].shape[1] // self.width
@@ -148,12 +157,18 @@ class FourBit:
         return Task(m, n, split, matrix, first, count, compensated)
 
     def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
-        """carry = body(task, carry) for each task of this block."""
+        """carry = body(task, carry) for each task of this block, whose entry is read during the one before."""
         block = lax.axis_index("block")
         if self.blocks == self.tasks:
-            return body(self.task(block), carry)
+            return body(self.task(block, self.entry(block)), carry)
+
+        def step(i, carried):
+            index, (carry, entry) = block + i * self.blocks, carried
+            following = self.entry(index + self.blocks)
+            return body(self.task(index, entry), carry), following
+
         count = lax.div(self.tasks - block + (self.blocks - 1), self.blocks)
-        return lax.fori_loop(0, count, lambda i, carry: body(self.task(block + i * self.blocks), carry), carry)
+        return lax.fori_loop(0, count, step, (carry, self.entry(block)))[0]
 
     @staticmethod
     def scratch(c: Config, operands: dict[str, Array]) -> dict[str, Any]:
@@ -256,6 +271,8 @@ class FourBit:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
         def product(task, slot):
+            early = self._scales(task) if c.tokens <= tiling.EARLY_SCALES else None  # the products hide reading them
+
             def scope(acc):
                 def step(i, slot, compensated):
                     plgpu.barrier_wait(smem["full"].at[slot])
@@ -278,7 +295,7 @@ class FourBit:
                 return acc[...], after
 
             y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y)
+            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y, early)
             return slot
 
         self.each_task(product, jnp.int32(self.part))
@@ -309,8 +326,10 @@ class FourBit:
             carry = loop(first, number(task.count), carry, False)
         return carry
 
-    def _finish(self, task: Task, y: Array) -> None:
-        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it."""
+    def _finish(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
+        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it. scales: the
+        task's, if read before.
+        """
         c, smem = self.c, self.smem
 
         def add(name, others, y):
@@ -330,9 +349,9 @@ class FourBit:
         def first():
             whole = add("part", c.parts - 1, y) if c.parts > 1 else y
             if not c.joined:
-                return self._store(task, whole)
+                return self._store(task, whole, scales)
             pl.when(task.split > 0)(lambda: send_peer(whole))
-            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole)))
+            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole), scales))
 
         if c.parts == 1:
             first()
@@ -344,13 +363,14 @@ class FourBit:
         """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
         return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA, scattered=True)
 
-    def _store(self, task: Task, y: Array) -> None:
+    def _store(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless XLA adds them up."""
-        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
-        tokens = pl.ds(task.m * self.c.tokens, self.c.tokens)
+        rows, tokens = self._place(task)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            y = y * (self._spread("token_scale", tokens, 1) * self._channel_scale(task.matrix, rows))
+            token, channel = scales or self._scales(task)
+            channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
+            y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
         if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
             y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
         y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
@@ -366,14 +386,21 @@ class FourBit:
         else:
             pl.when(task.count > 0)(store)
 
-    def _channel_scale(self, matrix: Any, rows: Any) -> Array:
-        """f32[64, tokens], from one number where the matrix has one."""
-        if self.gmem["channel_scale"].shape[1] == 1:
-            return jnp.broadcast_to(self.gmem["channel_scale"][matrix, 0], (TILE, self.c.tokens))
-        return self._spread("channel_scale", (matrix, rows), 0)
+    def _place(self, task: Task) -> tuple[Any, Any]:
+        """The warpgroup's rows and tokens of a task."""
+        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
+        return rows, pl.ds(task.m * self.c.tokens, self.c.tokens)
 
-    def _spread(self, name: str, index: Any, axis: int) -> Array:
-        """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
-        ref = self.gmem[name].at[index]
-        scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
-        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))
+    def _scales(self, task: Task) -> tuple[Array, Array] | None:
+        """Of a task's tokens, f32[tokens], and rows, f32[64] or f32[] where the matrix has one; None if XLA scales."""
+
+        def read(name, index, axis):  # of the accumulator, beside which the scales lie in registers
+            ref = self.gmem[name].at[index]
+            return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
+
+        if "token_scale" not in self.gmem:
+            return None
+        rows, tokens = self._place(task)
+        one = self.gmem["channel_scale"].shape[1] == 1
+        channel = self.gmem["channel_scale"][task.matrix, 0] if one else read("channel_scale", (task.matrix, rows), 0)
+        return read("token_scale", tokens, 1), channel

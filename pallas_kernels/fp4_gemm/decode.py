@@ -16,40 +16,31 @@ from jax import Array, lax
 
 from pallas_kernels import compat, storage
 from pallas_kernels.compat import plgpu
-from pallas_kernels.fp4_gemm.layout import PLACES, TILE
+from pallas_kernels.fp4_gemm.layout import LEFT, MAGNITUDES, PLACES, SIGNS, TILE, pairs_of
 
 EXPONENT = 7  # in_registers gives weights times 2**-7
-SIGNS, MAGNITUDES = 0x80008000, 0x01C001C0  # of a pair of bf16: bits 15 and 8:6
 SCALE_FACTORS = 0x7B807B80, 0x7B007B00  # pairs of bf16, 2**120 and 2**119
-
-
-def _mask(out: str, shift: int, mask: int) -> str:
-    """out = word shifted left by `shift`, or right by -shift, and masked."""
-    moved = f"sh{'l' if shift > 0 else 'r'}.b32 {out}, $4, {abs(shift)};" if shift else f"mov.b32 {out}, $4;"
-    return f"{moved} and.b32 {out}, {out}, {mask:#x};"
 
 
 @functools.cache
 def _decode_ptx() -> str:
-    """A word of eight codes $4 and the scales of rows R0 $5 and R1 $6, in both halves -> four pairs of weights."""
-    ptx = "{ .reg .b32 a, t;"
-    for i, (sign, magnitude) in enumerate(PLACES):
-        sign, magnitude = 12 - sign, 6 - magnitude
-        if sign == magnitude:
-            ptx += _mask("a", sign, SIGNS | MAGNITUDES)
-        else:
-            left = f"shl.b32 t, $4, {sign};"
-            ptx += _mask("a", magnitude, MAGNITUDES) + left + f"lop3.b32 a, t, {SIGNS:#x}, a, 0xEA;"
-        ptx += f"mul.rn.bf16x2 ${i}, a, ${5 + i % 2};"
+    """Words $8 and $9 of two steps, scales of rows R0 $10 and R1 $11 in both halves -> eight pairs of weights."""
+    ptx = f"{{ .reg .b32 a, m; lop3.b32 m, $8, $9, {LEFT[0]:#x}, 0xE4;"  # m = LEFT[0] ? $8 : $9, bit by bit
+    for i, left in enumerate(PLACES.flat):
+        word = "m" if i % 4 == 3 else f"${8 + i // 4}"
+        wraps = (SIGNS | MAGNITUDES) & ((1 << left) - 1)  # a plain shift would lose bits, but runs on the multiplier
+        move = f"shf.l.wrap.b32 a, {word}, {word}, {left};" if wraps else f"shl.b32 a, {word}, {left};"
+        ptx += f"{move} and.b32 a, a, {SIGNS | MAGNITUDES:#x}; mul.rn.bf16x2 ${i}, a, ${10 + i % 2};"
     return ptx + "}"
 
 
-# Two E4M3 bytes $2 -> their values times 2**119, each in both halves of a register: bits << 4 are value * 2**-120.
-_SCALES_PTX = f"""{{ .reg .b32 s, f;
-    prmt.b32 s, $2, 0, 0x1404; shr.b32 s, s, 4;
+# Two E4M3 bytes $2 -> their values times 2**119, each in both halves of a register: bits << 4 are value * 2**-120. The
+# last two moves become a choice of halves in the multiplications; prmt would stay an instruction.
+_SCALES_PTX = f"""{{ .reg .b32 s, f; .reg .b16 low, high;
+    prmt.b32 s, $2, 0, 0x4140; shl.b32 s, s, 4;
     mov.b32 f, {SCALE_FACTORS[0]:#x}; mul.rn.bf16x2 s, s, f;
     mov.b32 f, {SCALE_FACTORS[1]:#x}; mul.rn.bf16x2 s, s, f;
-    prmt.b32 $0, s, s, 0x1010; prmt.b32 $1, s, s, 0x3232; }}"""
+    mov.b32 {{low, high}}, s; mov.b32 $0, {{low, low}}; mov.b32 $1, {{high, high}}; }}"""
 
 
 def in_registers(words: Any, scales: Any) -> Array:
@@ -68,7 +59,7 @@ def _decoder() -> Callable[..., Array]:
     )
     def decoder(_, words, scales):
         i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
 
         def asm(ptx, inputs, outputs):
             kind = llvm.StructType.get_literal([i32] * outputs)
@@ -79,12 +70,13 @@ def _decoder() -> Callable[..., Array]:
         [both] = scales.registers.flatten()
         scale = asm(_SCALES_PTX, [compat.arith.extui(i32, vector.extract(both, [], [0]))], 2)
         [four] = words.registers.flatten()
-        steps = [asm(_decode_ptx(), [vector.extract(four, [], [j]), *scale], 4) for j in range(4)]
+        words = [vector.extract(four, [], [j]) for j in range(4)]
+        pairs = [pair for j in (0, 2) for pair in asm(_decode_ptx(), [*words[j : j + 2], *scale], 8)]
         shape = mosaic.WGMMA_LAYOUT.registers_shape((TILE, TILE))
         registers = np.empty(shape, dtype=object)
         for i, index in enumerate(np.ndindex(*shape)):  # by eight columns, of each R0 before R1
             columns, row = divmod(i, 2)
-            registers[index] = mosaic.utils.bitcast(steps[columns // 2][2 * (columns % 2) + row], pair)
+            registers[index] = mosaic.utils.bitcast(pairs[2 * columns + row], bf16x2)
         return mosaic.FragmentedArray(_registers=registers, _layout=mosaic.WGMMA_LAYOUT, _is_signed=None)
 
     return decoder
@@ -104,9 +96,7 @@ def through_shared_memory(words: Array, scales: Array, buffer: Any) -> Any:
 
 def tile_codes(words: Array) -> Array:
     """u32[2, 256] -> u8[64, 64] codes as wgmma sees them, K in the tensor core's order."""
-    words = words.reshape(4, 8, 4, 4)
-    pairs = [((words >> s) & 0x00080008) | ((words >> m) & 0x00070007) for s, m in PLACES]
-    pairs = jnp.stack(pairs, axis=-1).reshape(4, 8, 4, 4, 2, 2)  # warp, r, q, j, h, i
+    pairs = pairs_of(words.reshape(4, 8, 4, 4))  # warp, r, q, j, h, i
     codes = jnp.stack([pairs & 15, pairs >> 16], axis=-1)
     return codes.transpose(0, 5, 1, 3, 4, 2, 6).reshape(TILE, TILE).astype(jnp.uint8)
 

@@ -5,9 +5,10 @@ Thread 32 warp + 4 r + q owns rows R0 = 16 warp + r and R1 = R0 + 8, and of them
 16 q + 15, so that it needs one scale a row. Step j takes k = 16 q + 4 j + 2 h + b, which the tensor core believes to be
 16 j + 8 h + 2 q + b: activations are written in that order, and a sum over k does not care.
 
-A word holds the eight codes of a step, four a half, half b those with that b. Row R_i and h give the pair's place: sign
-and magnitude (exponent and mantissa, three bits) lie where one shift brings them to bits 15 and 8:6, the sign, the last
-two exponent bits and the first mantissa bit of a bf16, which is then code * 2**-126, subnormal codes included.
+The two words of two steps hold eight pairs of codes, in a pair's low half the one for b = 0, in its high half the one
+for b = 1. A rotation brings a pair's sign and magnitude (exponent and mantissa, three bits) to bits 15 and 8:6 of the
+halves: the sign, the last two exponent bits and the first mantissa bit of a bf16, which is then code * 2**-126, for
+subnormal codes too. A word has room for three such pairs; the bits that both words leave, merged, are the other two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels import storage
@@ -23,7 +25,11 @@ from pallas_kernels import storage
 ROWS = 128  # N is padded to whole pairs of tiles
 TILE = 64
 BLOCK = 16
-PLACES = ((12, 6), (9, 3), (11, 0), (10, 9))  # pair 2 h + i of row R_i -> left shifts of its sign (bit 3) and magnitude
+# Of the words of an even and an odd step: how far left the rotations of its pairs 2 h + i of row R_i are, the last in
+# what both words leave; and which bits of that are its own. (XLA computes the constant {0, 2}, but keeps {2, 0}.)
+PLACES = np.array([[2, 6, 12, 14], [0, 4, 10, 8]], np.uint32)
+LEFT = np.array([0xC180C180, 0x3E7F3E7F], np.uint32)
+SIGNS, MAGNITUDES = np.uint32(0x80008000), np.uint32(0x01C001C0)  # of a pair: bits 15 and 8:6
 
 
 @jax.tree_util.register_dataclass
@@ -64,12 +70,13 @@ def pack(codes: Array, block_scales: Array) -> Packed:
     experts, rows, tiles = codes.shape[0], codes.shape[1] // TILE, codes.shape[2] // (TILE // 2)
     # expert, row tile, warp, i (R0 or R1), r, column tile, q, j, h -> expert, row tile, column tile, warp, r, q, j
     pairs = codes.reshape(experts, rows, 4, 2, 8, tiles, 4, 4, 2).astype(jnp.uint32)
-    pairs = (pairs & 15) | ((pairs >> 4) << 16)
-    words = 0
-    for place, (sign, magnitude) in enumerate(PLACES):
-        pair = pairs[:, :, :, place % 2, :, :, :, :, place // 2]
-        words |= ((pair & 0x00080008) << sign) | ((pair & 0x00070007) << magnitude)
-    words = words.transpose(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows, 2 * tiles, 256)
+    pairs = (((pairs & 8) | ((pairs & 128) << 12)) << 12) | (((pairs & 7) | ((pairs & 112) << 12)) << 6)
+    pairs = pairs.reshape(*pairs.shape[:7], 2, 2, 2)
+    *own, shared = (pairs[:, :, :, i, :, :, :, :, :, h] for h in (0, 1) for i in (0, 1))  # [..., even or odd step]
+    words = (_right(shared, PLACES[:, 3]) | _right(shared[..., ::-1], PLACES[::-1, 3])) & LEFT
+    for place, pair in enumerate(own):
+        words |= _right(pair, PLACES[:, place])
+    words = words.reshape(*words.shape[:6], 4).transpose(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows, 2 * tiles, 256)
     # By shifts: XLA folds a constant's transposition and bitcast to 16 bits to wrong numbers (JAX 0.10.2 and 0.11.2).
     scales = block_scales.reshape(experts, rows, 4, 2, 8, tiles, 4).transpose(0, 1, 5, 2, 4, 6, 3).astype(jnp.uint16)
     scales = (scales[..., 0] | (scales[..., 1] << 8)).reshape(experts, rows, tiles, 128)
@@ -79,12 +86,8 @@ def pack(codes: Array, block_scales: Array) -> Packed:
 def unpack(w: Packed) -> tuple[Array, Array]:
     """The inverse of `pack`: (codes u8[E, N, K/2], block scales u8[E, N, K/16])."""
     experts, rows, tiles, _ = w.scales.shape
-    words = w.words.reshape(experts, rows, tiles, 4, 8, 4, 4)
-    pairs = []
-    for sign, magnitude in PLACES:
-        pair = ((words >> sign) & 0x00080008) | ((words >> magnitude) & 0x00070007)
-        pairs.append(((pair & 15) | (pair >> 12)).astype(jnp.uint8))
-    codes = jnp.stack(pairs, axis=-1).reshape(*words.shape, 2, 2)  # ..., h, i
+    pairs = pairs_of(w.words.reshape(experts, rows, tiles, 4, 8, 4, 4))
+    codes = ((pairs & 15) | (pairs >> 12)).astype(jnp.uint8)
     codes = codes.transpose(0, 1, 3, 8, 4, 2, 5, 6, 7).reshape(experts, rows * TILE, tiles * TILE // 2)
     scales = jnp.stack([w.scales & 0xFF, w.scales >> 8], axis=-1).astype(jnp.uint8)
     scales = (
@@ -93,6 +96,15 @@ def unpack(w: Packed) -> tuple[Array, Array]:
         .reshape(experts, rows * TILE, tiles * TILE // BLOCK)
     )
     return codes[:, : w.n, : w.k // 2], scales[:, : w.n, : w.k // BLOCK]
+
+
+def pairs_of(words: Array) -> Array:
+    """u32[..., 4], a thread's words of the four steps -> pairs u32[..., 4, 2, 2] by step, h and row, a code a half."""
+    steps = words[..., 0::2], words[..., 1::2]
+    merged = (steps[0] & LEFT[0]) | (steps[1] & LEFT[1])
+    pairs = [_right(merged if n % 4 == 3 else steps[n // 4], 32 - left) for n, left in enumerate(PLACES.flat)]
+    pairs = jnp.stack(pairs, axis=-1)
+    return (((pairs & SIGNS) >> 12) | ((pairs & MAGNITUDES) >> 6)).reshape(*words.shape, 2, 2)
 
 
 def arrange(x: Array, rows: int) -> Array:
@@ -120,6 +132,11 @@ def check_k(k: int) -> None:
     """Raises ValueError unless K is a positive multiple of 16."""
     if k < BLOCK or k % BLOCK:
         raise ValueError(f"K={k} is not a multiple of the block of {BLOCK}: pad K to {max(-(-k // BLOCK), 1) * BLOCK}")
+
+
+def _right(words: Array, by: np.ndarray) -> Array:
+    """u32 rotated right by 0 to 32 bits."""
+    return (words >> (by % 32)) | (words << ((32 - by) % 32))
 
 
 def _pad(a: Array, columns: int) -> Array:

@@ -12,6 +12,7 @@ _SLACK_BYTES = 2048  # barriers and alignment
 _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
+EARLY_SCALES = 16  # tokens up to which registers allow to read a task's scales before its products
 MULTIPROCESSORS = 132  # of an H100 or H200
 CLUSTER = 8  # blocks that every GPU can run as a cluster
 

@@ -154,15 +154,20 @@ class _Outer(_DotTransposed):
             for name, side in sides.items()
         }
 
-    def task(self, index: Any) -> Task:
+    def tile(self, index: Any) -> tuple[Any, Any, Any]:
         _, n, k = self.out.shape
         columns, row_groups = k // self.c.tokens, n // (TILE * self.c.warpgroups)
         m, rest = lax.rem(index, columns), lax.div(index, columns)
-        expert = lax.div(rest, row_groups)
-        ends = self.gmem["ends"]
-        start = jnp.where(expert == 0, 0, ends[jnp.maximum(expert - 1, 0)])
-        count = lax.div(ends[expert] - start, TILE)
-        return Task(m, lax.rem(rest, row_groups), 0, expert, lax.div(start, TILE), count, None)
+        return m, lax.rem(rest, row_groups), lax.div(rest, row_groups)
+
+    def entry(self, index: Any) -> Any:
+        ends, expert = self.gmem["ends"], jnp.minimum(self.tile(index)[2], self.out.shape[0] - 1)
+        return jnp.where(expert == 0, 0, ends[jnp.maximum(expert - 1, 0)]), ends[expert]
+
+    def task(self, index: Any, entry: Any) -> Task:
+        m, n, expert = self.tile(index)
+        start, end = entry
+        return Task(m, n, 0, expert, lax.div(start, TILE), lax.div(end - start, TILE), None)
 
     def copies(self, task: Task, k: Any) -> dict[str, Any]:
         rows, columns = pl.ds(k * TILE, TILE), pl.ds(task.m * self.c.tokens, self.c.tokens)
@@ -172,6 +177,6 @@ class _Outer(_DotTransposed):
         words = self.smem["words_smem"].at[slot, :, pl.ds(lax.axis_index("wg") * TILE, TILE)]
         plgpu.wgmma(acc, words.transpose((1, 0)), self.smem["x_smem"].at[slot])
 
-    def _store(self, task: Task, y: Array) -> None:
+    def _store(self, task: Task, y: Array, scales: Any) -> None:
         rows = pl.ds((task.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
         self.out.at[task.matrix, rows, pl.ds(task.m * self.c.tokens, self.c.tokens)][...] = y
