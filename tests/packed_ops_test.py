@@ -255,9 +255,10 @@ def test_roles_without_quantized_weights_take_no_notice():
 
 def test_automatic_is_what_won():
     """At the weights it was measured with: 128 experts of Qwen3-30B-A3B, not its attention nor a small model."""
-    assert ops.choose_packed(None) is None  # this is no Hopper GPU
+    assert implementations.AUTOMATIC_ON_HOPPER is None and ops.choose_packed(None) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implementations, "on_hopper", lambda: True)
+        patch.setattr(implementations, "AUTOMATIC_ON_HOPPER", "fp4_mosaic")
         assert ops.choose_packed(None) is implementations.PACKED_IMPLEMENTATIONS["fp4_mosaic"]
         experts = [ops.is_automatic((48, 128, *matrix)) for matrix in ((1536, 2048), (2048, 768))]
         others = [ops.is_automatic(s) for s in ((48, 5120, 2048), (48, 16, 1536, 2048), (N, K), (4, 8, N, K))]
