@@ -1,6 +1,6 @@
 """Packed weights to bf16 inside the kernel, and its results to memory: inline PTX on registers.
 
-Exact: a pair of codes, by masks and shifts, is code * 2**-126 in bf16, a scale byte becomes scale * 2**119, and their
+Exact: a pair of codes, rotated and masked, is code * 2**-126 in bf16, a scale byte becomes scale * 2**119, and their
 product is the weight * 2**-7, for subnormal codes and scales too (bf16 multiplication on Hopper keeps subnormals).
 """
 
