@@ -4,9 +4,7 @@ Linux gives a process 65,530 memory maps. Every program takes some, and XLA's CP
 had: a worker that has run most of the files got there.
 """
 
-import gc
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -34,7 +32,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    def order(item):
+        long = LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
+        return "quick_file" in item.fixturenames, long  # together: programs are dropped between the two kinds
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,10 +44,17 @@ def _few_programs():
     yield
     if not MAPS.exists() or len(MAPS.read_bytes().splitlines()) < MANY:
         return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("quads_jax"):  # whose caches hold programs that refuse to be traced again
-            for value in list(vars(module).values()):
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    from tests.quick import forget_programs
+
+    forget_programs()
+
+
+def _quick():
+    from tests.quick import compilation  # only here: it starts JAX's backend, which pytest-xdist's main process lacks
+
+    with compilation():
+        yield
+
+
+quick = pytest.fixture(_quick)
+quick_file = pytest.fixture(_quick, scope="module")

@@ -21,6 +21,8 @@ from quads_jax.metrics import read_metrics
 from quads_jax.tasks import ChainSum
 from tests.resume_process import config, make_weights
 
+pytestmark = pytest.mark.usefixtures("quick_file")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -14,6 +14,8 @@ from quads_jax.gaps import fixed_sequences, gap_figures, log_probs
 from quads_jax.precision import recipe
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.usefixtures("quick_file")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):

@@ -19,6 +19,7 @@ from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import TrainState
 from quads_jax.rl.update import UpdateConfig, router_metrics, update
+from tests.quick import OPTIONS
 from tests.resume_process import config
 from tests.tiny import MODEL, TASK, params
 
@@ -31,7 +32,7 @@ ONE = dataclasses.replace(MODEL, top_k=1)  # its gate is 1: the router only choo
 # Halves a compilation; for tests that do not compare bits.
 
 
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 @functools.cache
