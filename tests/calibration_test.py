@@ -17,6 +17,8 @@ from tests.ops_test import bf16, dq
 from tests.pack_test import named, random_params
 from tests.quick import OPTIONS
 
+pytestmark = pytest.mark.quick
+
 MODEL = ModelConfig(
     vocab_size=20, d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=3, top_k=1, d_expert=32, d_shared=16
 )

@@ -23,6 +23,7 @@ MANY = 30_000
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "quick: a file whose programs, children's too, are compiled with quick.OPTIONS")
     if CACHE not in os.environ:  # else this is a worker, or the user has one
         folder = tempfile.TemporaryDirectory(prefix="jax-cache-")
         config.add_cleanup(folder.cleanup)
@@ -34,27 +35,26 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     def order(item):
         long = LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
-        return "quick_file" in item.fixturenames, long  # together: programs are dropped between the two kinds
+        return item.get_closest_marker("quick") is not None, long  # between the two kinds programs are dropped
 
     items.sort(key=order)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_programs():
+def _programs(request):
+    from tests import quick  # only here: it starts JAX's backend, which pytest-xdist's main process does without
+
+    quick.switch(request.node.get_closest_marker("quick") is not None)
     yield
-    if not MAPS.exists() or len(MAPS.read_bytes().splitlines()) < MANY:
-        return
-    from tests.quick import forget_programs
-
-    forget_programs()
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) >= MANY:
+        quick.forget_programs()
 
 
-def _quick():
-    from tests.quick import compilation  # only here: it starts JAX's backend, which pytest-xdist's main process lacks
+@pytest.fixture
+def quick():
+    """For a test of a file that is not compiled quickly."""
+    from tests.quick import switch
 
-    with compilation():
-        yield
-
-
-quick = pytest.fixture(_quick)
-quick_file = pytest.fixture(_quick, scope="module")
+    switch(True)
+    yield
+    switch(False)

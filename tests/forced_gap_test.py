@@ -12,7 +12,7 @@ from quads_jax.results import QUANTITIES, load_run
 from quads_jax.train import Stopped, train
 from tests.tiny import MODEL, TASK, params
 
-pytestmark = pytest.mark.usefixtures("quick_file")
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from quads_jax.step import Setup
 from tests.pack_test import random_params
 from tests.resume_process import config
 
-pytestmark = pytest.mark.usefixtures("quick_file")
+pytestmark = pytest.mark.quick
 
 # A dense layer, then two of experts with a shared one: two runs.
 MODEL = ModelConfig(

@@ -1,6 +1,5 @@
 """Programs that compile in a fifth of the time, for tests where no bits are compared, or only bits of such programs."""
 
-import contextlib
 import gc
 import os
 import sys
@@ -29,23 +28,20 @@ def forget_programs() -> None:
     gc.collect()
 
 
-@contextlib.contextmanager
-def compilation():
-    """Meanwhile this process and those that it starts compile everything with `OPTIONS`."""
-    original, flags = compiler.get_compile_options, os.environ.get("XLA_FLAGS")
-
-    def quick(*args, env_options_overrides=None, **options):
-        return original(*args, env_options_overrides=OPTIONS | (env_options_overrides or {}), **options)
-
-    jax.jit(lambda: 0)()  # XLA reads the flags once: after this those of below are for other processes
+def switch(on: bool) -> None:
+    """From here on this process, and those that it starts, compile everything with `OPTIONS`, or as usual again."""
+    if on == (compiler.get_compile_options is not _usual):
+        return
+    jax.jit(lambda: 0)()  # XLA reads its flags once: after this those of below are for other processes
     forget_programs()
-    compiler.get_compile_options = quick
-    os.environ["XLA_FLAGS"] = " ".join([flags or "", *(f"--{k}={str(v).lower()}" for k, v in OPTIONS.items())])
-    try:
-        yield
-    finally:
-        compiler.get_compile_options = original
-        del os.environ["XLA_FLAGS"]
-        if flags is not None:
-            os.environ["XLA_FLAGS"] = flags
-        forget_programs()
+    compiler.get_compile_options = _quick if on else _usual
+    given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in _FLAGS]
+    os.environ["XLA_FLAGS"] = " ".join(given + _FLAGS * on)
+
+
+_usual = compiler.get_compile_options
+_FLAGS = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()]
+
+
+def _quick(*args, env_options_overrides=None, **options):
+    return _usual(*args, env_options_overrides=OPTIONS | (env_options_overrides or {}), **options)

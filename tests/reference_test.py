@@ -25,7 +25,7 @@ from tests import resume_process as process
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, params
 
-pytestmark = pytest.mark.usefixtures("quick_file")
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from quads_jax.rl.update import UpdateConfig
 from quads_jax.tasks.chain_sum import ChainSum
 from tests.tiny import MODEL, TASK, params
 
-pytestmark = pytest.mark.usefixtures("quick_file")
+pytestmark = pytest.mark.quick
 
 ALWAYS = (
     "reward gap/mean gap/max gap/p99 gap/over_ln2 kl/k1 kl/k3 ess clip_fraction entropy grad_norm response_length "

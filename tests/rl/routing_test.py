@@ -29,10 +29,7 @@ VALID = VALID & (np.arange(P)[None] >= (np.arange(ROWS) % 4)[:, None])
 SAMPLING = SamplingConfig(max_new_tokens=NEW, stop_ids=(2, 5))
 FLOAT32 = Precision(dtype="float32")
 ONE = dataclasses.replace(MODEL, top_k=1)  # its gate is 1: the router only chooses
-# Halves a compilation; for tests that do not compare bits.
-
-
-quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)  # for tests that do not compare bits
 
 
 @functools.cache
@@ -215,7 +212,7 @@ def test_replay_without_routes_raises():
         step.setup(config("shipped", update=UpdateConfig(minibatches=2, routing_replay=True)), dense)
 
 
-def test_a_step_with_replay_is_kept_and_repeated(tmp_path):
+def test_a_step_with_replay_is_kept_and_repeated(quick, tmp_path):
     """The routes that a step replays are in the folder that repeats it, and the search replays them."""
     save_weights(tmp_path / "tiny.msgpack", params(), MODEL, {"figures": {}})
     cfg = config(
