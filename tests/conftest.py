@@ -16,7 +16,8 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 CACHED = {"jax_persistent_cache_min_compile_time_secs": 0.1, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 # A minute or more each: a worker that begins one last leaves the other idle
-LONG = ("zero_gap_test", "routes_test", "resume_test", "paper_test", "reference_test", "engine_test", "routing_test")
+LONG = ("zero_gap_test", "engine_test", "routing_test", "rollout_test", "routes_test", "precision_test", "resume_test",
+        "paper_test", "experiments_test", "forced_gap_test", "guards_test", "train_test", "reference_test")  # fmt: skip
 
 MAPS = Path("/proc/self/maps")
 MANY = 30_000
