@@ -19,6 +19,8 @@ from tests import resume_process as process
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, TASK
 
+pytestmark = pytest.mark.quick
+
 LIMIT, JUMP, AT = 3.0, 5.0, 1  # nats; of the run the gap starts at 1.2. AT: the policy version of the bad step 2
 
 

@@ -15,6 +15,9 @@ from quads_jax.quant.residual import ChannelStatistics, ResidualSpec, adaptive_m
 from quads_jax.rl.calibration import changed_channels, channel_orders, channel_statistics
 from tests.ops_test import bf16, dq
 from tests.pack_test import named, random_params
+from tests.quick import OPTIONS
+
+pytestmark = pytest.mark.quick
 
 MODEL = ModelConfig(
     vocab_size=20, d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=3, top_k=1, d_expert=32, d_shared=16
@@ -38,7 +41,7 @@ def params():
 
 program = jax.jit(
     functools.partial(channel_statistics, model=MODEL, precision=STATIC),
-    compiler_options={"xla_backend_optimization_level": 0},
+    compiler_options=OPTIONS,
 )
 
 

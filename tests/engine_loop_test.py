@@ -34,7 +34,7 @@ def config(**changes):
     return dataclasses.replace(base, **changes)
 
 
-def test_a_step_and_an_evaluation_through_the_engine():
+def test_a_step_and_an_evaluation_through_the_engine(quick):
     s = step.setup(config(), MODEL)
     state = step.init_state(s, params())
     packed = step.pack_weights(s, state)

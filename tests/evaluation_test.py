@@ -11,6 +11,8 @@ from quads_jax.config_checks import check_evaluate
 from quads_jax.evaluation import evaluate_checkpoint, interval, majority_is_correct, pass_at_k
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
     n = 6

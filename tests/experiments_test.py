@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,10 @@ from quads_jax.config import TrainConfig, from_json
 from quads_jax.config_tree import to_json
 from quads_jax.metrics import read_metrics
 from quads_jax.tasks import ChainSum
+from tests import forked_launch
 from tests.resume_process import config, make_weights
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,8 +88,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refusals():
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(REFUSED, pool.map(lambda case: run(*case[0]), REFUSED.values()), strict=True))
+    return dict(zip(REFUSED, forked_launch.runs([case[0] for case in REFUSED.values()]), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -12,6 +12,8 @@ from quads_jax.results import QUANTITIES, load_run
 from quads_jax.train import Stopped, train
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def config(tmp_path):

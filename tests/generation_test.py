@@ -21,6 +21,8 @@ from quads_jax.rl.rollout import score
 from quads_jax.rl.sampling import SamplingConfig
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 PROMPTS = ["1+2+3=", "4-5=", "7+8-9="]
 
 

@@ -24,6 +24,8 @@ from tests import resume_process as process
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, TASK
 
+pytestmark = pytest.mark.quick
+
 P = TASK.prompt_len
 
 

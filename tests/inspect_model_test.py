@@ -15,6 +15,8 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
 from tests.tiny import TASK
 
+pytestmark = pytest.mark.quick
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

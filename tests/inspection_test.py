@@ -17,6 +17,8 @@ from tests.pack_test import channel_orders, random_params
 from tests.tiny import MODEL as TINY
 from tests.tiny import TASK, params
 
+pytestmark = pytest.mark.quick
+
 # A dense layer and two of experts, all with matrices [64, 32] and [32, 32], so that few programs measure them all. The
 # dense MLP is not quantized, the head has 4-bit weights, and the other roles compensate half of their channels.
 MODEL = ModelConfig(

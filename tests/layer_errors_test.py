@@ -19,6 +19,8 @@ from quads_jax.step import Setup
 from tests.pack_test import random_params
 from tests.resume_process import config
 
+pytestmark = pytest.mark.quick
+
 # A dense layer, then two of experts with a shared one: two runs.
 MODEL = ModelConfig(
     vocab_size=64, d_model=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_mlp=32, experts=3, top_k=1, d_expert=32,

@@ -14,12 +14,15 @@ from quads_jax.gaps import fixed_sequences, gap_figures, log_probs
 from quads_jax.precision import recipe
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("start") / "weights.msgpack"
     save_weights(path, params(), MODEL, {})
-    return common.PaperConfig(inits=(str(path),), task=TASK, rows=16, sequences=8)
+    # as many sequences as rows: one program scores both
+    return common.PaperConfig(inits=(str(path),), task=TASK, rows=16, sequences=16)
 
 
 def test_gap_figures_against_numpy():

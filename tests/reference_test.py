@@ -25,6 +25,8 @@ from tests import resume_process as process
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, params
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):

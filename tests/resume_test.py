@@ -36,6 +36,8 @@ from tests import resume_process as process
 from tests.resume_process import ROOT, config, digest, rows
 from tests.tiny import MODEL
 
+pytestmark = pytest.mark.quick
+
 # Rollouts without and with a weight sync; orders that a checkpoint keeps and a refresh changes.
 RECIPES = {name: RecipeConfig(name=name) for name in ("BF16", "NAIVE")}
 MEASURED = ("static", "block", "adaptive")

@@ -24,6 +24,8 @@ from quads_jax.supervised import TargetMissed, artefact, load_figures, obtain
 from quads_jax.tasks import ChainSum, Mixture, ReasoningGym
 from tests.tiny import MODEL, TASK
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[1]
 EASY = ChainSum(operands=2, digits=1, modulus=2)  # half of the well-formed answers are right
 CONFIG = WarmStartConfig(

@@ -23,6 +23,8 @@ from quads_jax.checkpoints import RunFolderError, locked
 from quads_jax.config import TrainConfig
 from tests.sweep_process import journal, run_point, stub, warm_start
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -23,6 +23,8 @@ from quads_jax.rl.update import UpdateConfig
 from quads_jax.tasks.chain_sum import ChainSum
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 ALWAYS = (
     "reward gap/mean gap/max gap/p99 gap/over_ln2 kl/k1 kl/k3 ess clip_fraction entropy grad_norm response_length "
     "truncation_rate router/agreement router/exact learning_rate param_norm sync/flipped tokens_per_s seconds/pack "

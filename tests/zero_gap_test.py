@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax import programs, step, zero_gap
+from quads_jax import programs, step
 from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig
 from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
@@ -91,21 +91,6 @@ def run_config(recipe_config, rate=0.3, **changes):
         optim=OptimConfig(learning_rate=rate, eps=1.0),
         eval=EvalConfig(prompts=8),
     )
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Programs that are compiled in half the time; what they are compared with is compiled so too."""
-    cached = [programs.pack_program, programs.rollout_program, programs.replay_program, programs.update_program]
-    cached += [programs.flipped_program, zero_gap.zero_gap_program]
-    options = {"xla_backend_optimization_level": 0}
-    for module in (programs, zero_gap):
-        monkeypatch.setattr(module, "traced_once", functools.partial(programs.traced_once, compiler_options=options))
-    for program in cached:
-        program.cache_clear()
-    yield
-    for program in cached:
-        program.cache_clear()
 
 
 def steps(cfg, n, monkeypatch):

@@ -17,6 +17,8 @@ from quads_jax.rl.kl import KL_ESTIMATORS, kl_loss, kl_reward
 from quads_jax.rl.losses import LENGTH_NORMS, LOSSES, masked_mean, policy_loss, token_weights
 from quads_jax.rl.sampling import SamplingConfig, check_sampling, processed_logprobs
 
+pytestmark = pytest.mark.quick
+
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 FULL = jnp.ones((4, 3), bool)
 

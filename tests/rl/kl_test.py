@@ -7,6 +7,8 @@ import pytest
 
 from quads_jax.rl.kl import KL_ESTIMATORS, k1, k2, k3, kl_loss, kl_metrics, kl_reward
 
+pytestmark = pytest.mark.quick
+
 MASK = jnp.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)
 LOGITS, OLD, REF = np.random.default_rng(0).normal(size=(3, 5))  # three categorical policies
 ONE = np.ones((5, 1), bool)

@@ -22,6 +22,8 @@ from quads_jax.rl.losses import (
     weighted_sum,
 )
 
+pytestmark = pytest.mark.quick
+
 MASK = jnp.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)  # lengths 3, 1, 0
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 

@@ -19,6 +19,8 @@ from quads_jax.rl.corrections import correction_weights
 from quads_jax.rl.kl import KL_ESTIMATORS, kl_loss
 from quads_jax.rl.losses import LENGTH_NORMS, LOSSES, policy_loss, token_weights
 
+pytestmark = pytest.mark.quick
+
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "rl" / "losses.json").read_text())
 CASE = {k: np.array(v, np.float64) for k, v in REFERENCE["case"].items()}
 ROWS, TIME = CASE["logp"].shape

@@ -14,6 +14,8 @@ from quads_jax.config import TrainConfig, WarmStartConfig
 from quads_jax.config_checks import check_train, check_warm_start
 from quads_jax.rl.optim import OptimConfig, decay_steps, learning_rate, make_optimizer, steps_done
 
+pytestmark = pytest.mark.quick
+
 MUON = OptimConfig(name="muon", learning_rate=0.01, max_grad_norm=1e9)
 L, E = 2, 3
 SHAPES = {  # of a small model: what is a matrix of a hidden layer, and what is not

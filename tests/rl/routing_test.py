@@ -19,6 +19,7 @@ from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from quads_jax.rl.types import TrainState
 from quads_jax.rl.update import UpdateConfig, router_metrics, update
+from tests.quick import OPTIONS
 from tests.resume_process import config
 from tests.tiny import MODEL, TASK, params
 
@@ -28,10 +29,7 @@ VALID = VALID & (np.arange(P)[None] >= (np.arange(ROWS) % 4)[:, None])
 SAMPLING = SamplingConfig(max_new_tokens=NEW, stop_ids=(2, 5))
 FLOAT32 = Precision(dtype="float32")
 ONE = dataclasses.replace(MODEL, top_k=1)  # its gate is 1: the router only chooses
-# Halves a compilation; for tests that do not compare bits.
-
-
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)  # for tests that do not compare bits
 
 
 @functools.cache
@@ -214,7 +212,7 @@ def test_replay_without_routes_raises():
         step.setup(config("shipped", update=UpdateConfig(minibatches=2, routing_replay=True)), dense)
 
 
-def test_a_step_with_replay_is_kept_and_repeated(tmp_path):
+def test_a_step_with_replay_is_kept_and_repeated(quick, tmp_path):
     """The routes that a step replays are in the folder that repeats it, and the search replays them."""
     save_weights(tmp_path / "tiny.msgpack", params(), MODEL, {"figures": {}})
     cfg = config(

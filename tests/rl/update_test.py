@@ -15,6 +15,8 @@ from quads_jax.rl.optim import OptimConfig, make_optimizer
 from quads_jax.rl.types import RolloutBatch, TrainState
 from quads_jax.rl.update import UpdateConfig, update
 
+pytestmark = pytest.mark.quick
+
 V, B, T = 6, 8, 7
 MAX_LEN = T - 1
 OPTIM = OptimConfig(learning_rate=0.05, max_grad_norm=0.1, b2=0.95, weight_decay=0.01)
