@@ -12,7 +12,6 @@ from quads_jax import attention, ops
 from quads_jax.models.decoder import Decoder, init_cache, rollout_variables
 from quads_jax.models.layers import frequencies, rotary
 from quads_jax.precision import Precision
-from tests.quick import OPTIONS
 from tests.tiny import MODEL, params
 
 GPU = jax.default_backend() == "gpu"
@@ -165,7 +164,7 @@ def decoded(name, tree):
     precision = Precision(decode_attention=name)
     tokens, valid = np.arange(8).reshape(2, 4) % 5, np.arange(4) >= np.array([[1], [0]])
 
-    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    @functools.partial(jax.jit, compiler_options={} if GPU else {"xla_backend_optimization_level": 0})
     def run(tree):
         decoder, variables = Decoder(MODEL, precision), rollout_variables(tree, {}, precision)
         _, cache, _ = decoder.apply(variables, tokens, valid, cache=init_cache(MODEL, 2, 6, "bfloat16"), index=0)

@@ -12,10 +12,9 @@ import pytest
 from pallas_kernels import compat
 from pallas_kernels.grouped_gemm import bench, blocked, mosaic, prove, reference
 from quads_jax import implementations, ops
-from tests.quick import OPTIONS
 
 N, K = 24, 32
-quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)  # no bits are compared
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # no bits are compared
 # rows M, group sizes: one group; empty first, middle, last, all; a hot group over several blocks; rows in no group
 CASES = [
     (5, [5]),

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.quick
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("start") / "weights.msgpack"
     save_weights(path, params(), MODEL, {})
-    # as many sequences as rows: one program scores both
-    return common.PaperConfig(inits=(str(path),), task=TASK, rows=16, sequences=16)
+    return common.PaperConfig(inits=(str(path),), task=TASK, rows=16, sequences=8)
 
 
 def test_gap_figures_against_numpy():

@@ -15,9 +15,9 @@ from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route
 from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED
 from quads_jax.precision import Precision
 from tests import tiny
-from tests.quick import OPTIONS
 
 GPU = jax.default_backend() == "gpu"
+QUICK = {} if GPU else {"xla_backend_optimization_level": 0}
 kernel = functools.partial(pallas_triton.route, interpret=not GPU)
 partial_logits = functools.partial(logits.partial_logits, interpret=not GPU)
 # M, E, k, replayed: no power of two among them; two chunks of tokens; on a GPU the sizes of published models too
@@ -47,7 +47,7 @@ def test_routes_are_the_models(m, e, k, replays):
     logits, told = inputs(m, e, k)
     told = told if replays else None
 
-    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def both(x):
         _, gates, ids = route(x, jnp.eye(e), k, replays, told)
         d = dispatch_of(ids, e, packed=True)
@@ -198,7 +198,7 @@ def test_a_layer_takes_the_routing_that_its_precision_names(monkeypatch):
     monkeypatch.setitem(implementations.ROUTING, "triton", lambda: own)
     jax.eval_shape(functools.partial(layer, "triton"), jnp.concatenate([x, x], axis=1))
     assert not calls  # two tokens a sequence: no decode step
-    program = jax.jit(layer, static_argnums=0, compiler_options=OPTIONS)
+    program = jax.jit(layer, static_argnums=0, compiler_options=QUICK)
     want, got = program(None, x, told), program("triton", x, told)
     assert calls == [(32, 3, cfg.experts)]  # of so few tokens, sums of a channel each
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):

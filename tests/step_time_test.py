@@ -17,7 +17,6 @@ from quads_jax import programs
 from quads_jax.config import RecipeConfig
 from quads_jax.models.config import ModelConfig
 from quads_jax.tasks.chain_sum import ChainSum
-from tests.quick import OPTIONS
 
 TASK = ChainSum(operands=2, digits=1, modulus=10)
 MODEL = ModelConfig(
@@ -44,7 +43,7 @@ def measured(tmp_path_factory):
     """
     folder, compiled, texts = tmp_path_factory.mktemp("step_time") / "run", [], []
     cached = [value for value in vars(programs).values() if hasattr(value, "cache_clear")]
-    quick = functools.partial(programs.traced_once, compiler_options=OPTIONS)
+    quick = functools.partial(programs.traced_once, compiler_options={"xla_backend_optimization_level": 0})
     experts = lambda text: RecipeConfig(name=text, roles=("experts",))  # noqa: E731
     original, figures = cells.rl_step, cells.traced_figures
 

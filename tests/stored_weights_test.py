@@ -21,7 +21,6 @@ from quads_jax.precision import Precision, recipe
 from quads_jax.random_weights import random_packed
 from tests import tiny
 from tests.packed_ops_test import spied
-from tests.quick import OPTIONS
 
 SIDES = {
     "FP8": ("direct_reference", recipe("FP8").rollout),
@@ -64,7 +63,7 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
         cache = tuple(jnp.asarray(noise, jnp.bfloat16))
         return Decoder(tiny.MODEL, precision).apply(variables, at[:, None], alive, cache=cache, **step)[0]
 
-    options = OPTIONS | {"xla_allow_excess_precision": False}  # norms round everywhere
+    options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}  # norms round everywhere
     program = jax.jit(logits, static_argnums=1, compiler_options=options)
     have, want = program(weights, implementation), program(weights, None)
     np.testing.assert_array_equal(have, want)
@@ -153,7 +152,8 @@ def test_dispatch_by_comparing_is_that_by_sorting(packed, monkeypatch):
 def test_random_weights_are_made_in_the_order_in_which_they_are_read():
     side, implementation = recipe("NAIVE").rollout, "fp4_reference"
     precision = dataclasses.replace(side, implementation=implementation)
-    packed = jax.jit(lambda: random_packed(tiny.MODEL, precision, 0)[0], compiler_options=OPTIONS)()
+    quick = {"xla_backend_optimization_level": 0}
+    packed = jax.jit(lambda: random_packed(tiny.MODEL, precision, 0)[0], compiler_options=quick)()
     wanted = jax.eval_shape(lambda: ops.unpack(pack(tiny.params(), {}, side), side.dtype, implementation))
     shapes = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
     assert shapes(packed) == shapes(wanted)

@@ -12,8 +12,6 @@ import pytest
 from quads_jax.rl.update import UpdateConfig, load_metrics, update
 from tests.rl.update_test import CFG, MAX_LEN, SGD, V, make_case, numpy_score, numpy_weights, run, score
 
-pytestmark = pytest.mark.quick
-
 
 def case():
     state, batch, _ = make_case()
