@@ -13,7 +13,6 @@ from quads_jax.precision import Precision, recipe
 from quads_jax.rl.calibration import channel_orders, channel_statistics
 from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
-from tests.quick import OPTIONS
 from tests.tiny import MODEL, TASK, params
 
 PARAMS = params()
@@ -22,25 +21,18 @@ PROMPTS, VALID, _ = TASK.prompts(0, "train", 0, ROWS)
 # rows of different prompt lengths: blank out a few leading real tokens
 VALID = VALID & (np.arange(TASK.prompt_len)[None] >= (np.arange(ROWS) % 4)[:, None])
 VERSION = jnp.int32(3)
-FLOAT32 = Precision(dtype="float32")
 
 
 @functools.cache
 def program(precision: Precision, sampling: SamplingConfig):
-    options = OPTIONS if precision is FLOAT32 else None  # bits are compared of the others
-    fixed = functools.partial(rollout, model=MODEL, precision=precision, sampling=sampling)
-    return jax.jit(fixed, compiler_options=options)
-
-
-@functools.cache
-def scorer(sampling: SamplingConfig):
-    """jit: (params, tokens, valid) -> `score` in float32."""
-    fixed = functools.partial(score, model=MODEL, precision=FLOAT32, sampling=sampling, prompt_len=TASK.prompt_len)
-    return jax.jit(lambda tree, tokens, valid: fixed(tree, {}, tokens, valid), compiler_options=OPTIONS)
+    return jax.jit(functools.partial(rollout, model=MODEL, precision=precision, sampling=sampling))
 
 
 def sampling(temperature=1.0, stop_ids=(2,), new=NEW, **kw):
     return SamplingConfig(temperature=temperature, max_new_tokens=new, stop_ids=stop_ids, **kw)
+
+
+FLOAT32 = Precision(dtype="float32")
 
 
 def run(precision=FLOAT32, cfg=None, prompts=PROMPTS, valid=VALID, quant=None, seed=1):
@@ -58,13 +50,19 @@ def orders(precision):
 def test_behaviour_logp_is_the_full_forward_log_prob(temperature):
     cfg = sampling(temperature)
     batch = run(cfg=cfg)
-    logp, entropy, _ = scorer(cfg)(PARAMS, batch.tokens, batch.valid)
+    logp, entropy, _ = score(
+        PARAMS, {}, batch.tokens, batch.valid, model=MODEL, precision=Precision(dtype="float32"), sampling=cfg,
+        prompt_len=TASK.prompt_len,
+    )  # fmt: skip
     gap = np.abs(np.asarray(logp - batch.behaviour_logp))[np.asarray(batch.mask)]
     assert gap.max() < 5e-5  # observed 1.1e-5 nats: cached decode against one full pass, float32
     assert (np.asarray(entropy)[np.asarray(batch.mask)] > 0).all()
     assert not np.asarray(batch.behaviour_logp)[~np.asarray(batch.mask)].any()
     # scoring at another temperature is visibly wrong: the check above can fail
-    wrong, *_ = scorer(sampling(temperature + 0.2))(PARAMS, batch.tokens, batch.valid)
+    wrong, *_ = score(
+        PARAMS, {}, batch.tokens, batch.valid, model=MODEL, precision=Precision(dtype="float32"),
+        sampling=sampling(temperature + 0.2), prompt_len=TASK.prompt_len,
+    )  # fmt: skip
     assert np.abs(np.asarray(wrong - batch.behaviour_logp))[np.asarray(batch.mask)].max() > 1e-2
 
 
@@ -72,11 +70,12 @@ def test_the_load_of_a_router_without_preference_by_hand():
     """All probabilities are equal, and top-k takes the first two experts: each gets half of the valid tokens."""
     level = jax.tree_util.tree_map_with_path(lambda path, a: 0 * a if leaf_name(path)[-1] == "router" else a, PARAMS)
     batch = run()
-    *_, load = scorer(sampling())(level, batch.tokens, batch.valid)
+    options = {"model": MODEL, "precision": FLOAT32, "sampling": sampling(), "prompt_len": TASK.prompt_len}
+    *_, load = score(level, {}, batch.tokens, batch.valid, **options)
     half = np.asarray(batch.valid)[:, :-1].sum() / 2  # the last token is scored, not read
     np.testing.assert_allclose(load, np.tile([half, half] + [0] * (MODEL.experts - 2), (MODEL.layers, 1)), rtol=1e-6)
     assert not np.asarray(batch.valid)[:, :-1].all()
-    *_, load = scorer(sampling())(PARAMS, batch.tokens, batch.valid)
+    *_, load = score(PARAMS, {}, batch.tokens, batch.valid, **options)
     np.testing.assert_allclose(np.sum(load, axis=1), 2 * half, rtol=1e-6)
 
 
@@ -108,8 +107,7 @@ def test_no_stop_id_truncates_every_row():
 
 def test_greedy_is_the_argmax_of_the_full_forward_pass():
     batch = run(cfg=sampling(temperature=0.0, stop_ids=()))
-    apply = functools.partial(Decoder(MODEL, FLOAT32).apply, first=TASK.prompt_len - 1)
-    forward = jax.jit(apply, compiler_options=OPTIONS)
+    forward = jax.jit(functools.partial(Decoder(MODEL, FLOAT32).apply, first=TASK.prompt_len - 1))
     logits, _, _ = forward({"params": PARAMS}, batch.tokens[:, :-1], batch.valid[:, :-1])
     np.testing.assert_array_equal(np.argmax(logits, -1), batch.tokens[:, TASK.prompt_len :])
     assert not np.asarray(batch.behaviour_logp).any()  # a point mass: probability 1
