@@ -216,20 +216,8 @@ class _Tile:
         rows = pl.ds(self.n * _ROWS + wg * TILE, TILE)
         if "token" in self.gmem:
             y = y * (self._spread(self.gmem["token"].at[self.tokens], 1) * self._channel_scale(rows))
-        if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
-            y = jnp.where(jnp.broadcast_to(self.count > 0, y.shape), y, 0.0)
-        y, out = y.astype(self.out.dtype), self.out.at[self.split, self.tokens, rows]
-
-        def store() -> None:
-            if self.interpret:
-                out[...] = y.T
-            else:
-                decode.store_transposed(out, y)
-
-        if self.fill:
-            store()
-        else:
-            pl.when(self.count > 0)(store)
+        used = self.count > 0 if "group" in self.gmem else None
+        decode.store_rows(self.out.at[self.split, self.tokens, rows], y, used, self.fill, self.interpret)
 
     def _channel_scale(self, rows: Any) -> Array:
         ref = self.gmem["channel"]

@@ -371,20 +371,9 @@ class FourBit:
             token, channel = scales or self._scales(task)
             channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
             y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
-        if "group" in self.gmem and self.fill:  # rows outside groups are 0, whatever their scales
-            y = jnp.where(jnp.broadcast_to(task.count > 0, y.shape), y, 0.0)
-        y, out = y.astype(self.out.dtype), self.out.at[0 if self.c.joined else task.split, tokens, rows]
-
-        def store():
-            if self.interpret:
-                out[...] = y.T
-            else:
-                decode.store_transposed(out, y)
-
-        if self.fill:
-            store()
-        else:
-            pl.when(task.count > 0)(store)
+        used = task.count > 0 if "group" in self.gmem else None
+        out = self.out.at[0 if self.c.joined else task.split, tokens, rows]
+        decode.store_rows(out, y, used, self.fill, self.interpret)
 
     def _place(self, task: Task) -> tuple[Any, Any]:
         """The warpgroup's rows and tokens of a task."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, storage
 from pallas_kernels.compat import plgpu
@@ -99,6 +100,26 @@ def tile_codes(words: Array) -> Array:
     pairs = pairs_of(words.reshape(4, 8, 4, 4))  # warp, r, q, j, h, i
     codes = jnp.stack([pairs & 15, pairs >> 16], axis=-1)
     return codes.transpose(0, 5, 1, 3, 4, 2, 6).reshape(TILE, TILE).astype(jnp.uint8)
+
+
+def store_rows(out: Any, y: Array, used: Any, fill: bool, interpret: bool) -> None:
+    """Stores f32[64, T] as out [T, 64]. used: whether the rows have a matrix, None where all have; those that have none
+    become 0, whatever y is, or if not `fill` stay unwritten.
+    """
+    if used is not None and fill:
+        y = jnp.where(jnp.broadcast_to(used, y.shape), y, 0.0)
+    y = y.astype(out.dtype)
+
+    def store() -> None:
+        if interpret:
+            out[...] = y.T
+        else:
+            store_transposed(out, y)
+
+    if used is None or fill:
+        store()
+    else:
+        pl.when(used)(store)
 
 
 def store_transposed(out: Any, y: Array) -> None:
