@@ -239,8 +239,7 @@ def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, product: str, batch: in
         return decode_speed.lowered(fn, *jax.eval_shape(make(name)), rows=rows[name])
 
     def measure(programs: dict[str, Any], weights: tuple) -> Row:
-        times = {name: decode_speed.seconds(p, *make(name)()).seconds for name, p in programs.items()}
-        times["library"] /= fp8_speed.LAYERS
+        times = {n: decode_speed.seconds(p, *make(n)()).seconds / fp8_speed.LAYERS for n, p in programs.items()}
         best = min(times, key=times.get)
         row = {"implementation": best, "tokens_per_s": batch / times[best], "seconds": times[best]}
         return row | {"layers": model.layers} | {f"seconds/{name}": value for name, value in times.items()}
