@@ -221,8 +221,7 @@ def grouped_project(
     block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
     nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
     f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything; each is quantized once,
-    however many rows read it. read i32[M], with `block`: negative for rows that nobody reads, and that are then
-    anything.
+    however many rows read it. read i32[C], with `block`: the rows that are read, each once; others are then anything.
     implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape

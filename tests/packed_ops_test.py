@@ -99,7 +99,7 @@ def quantize(x, residual=0, mask=None, group=None, norm=None, swiglu=False):
 
 def unread(y, read):
     """Rows that nobody reads, if any, as NaN."""
-    return y if read is None else jnp.where(read[:, None] < 0, jnp.nan, y)
+    return y if read is None else jnp.full_like(y, jnp.nan).at[read].set(y[read])
 
 
 def quantizing(x, w, *, residual=0, mask=None, group=None, read=None, norm=None, swiglu=False, **kwargs):

@@ -47,7 +47,7 @@ def test_what_lies_in_front(name):
 
 
 def test_rows_that_nobody_reads():
-    x, read = distributions(24, 48)["normal"], np.int32([1, -1, 0]).repeat(8)
+    x, read = distributions(24, 48)["normal"], np.delete(np.arange(24, dtype=np.int32), np.s_[8:16])[::-1]
     assert prove.exact(x, read=read, interpret=True) == {"ok": True}
     got = pallas_triton.quantize(jnp.asarray(x), read=jnp.asarray(read), interpret=True)
     full = pallas_triton.quantize(jnp.asarray(x), interpret=True)

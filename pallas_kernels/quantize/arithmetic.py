@@ -92,6 +92,19 @@ def multiply(a: Array, b: Array, interpret: bool) -> Array:
     return a * b if interpret else asm("mul.rn.ftz.f32 $0, $1, $2;", 1, jnp.float32, a, b)
 
 
+def after(x: list[Array], others: list[Array], pack: int, interpret: bool) -> list[Array]:
+    """f32 x, only once x and `others` are there, arrays of 32 bits of one shape, `pack` elements of a thread at a time:
+    ptxas would load one, wait for it, compute, and load the next. It does not know that the grid has no y.
+    """
+    if interpret:
+        return x
+    given = range(pack, pack * (1 + len(x) + len(others)))
+    ptx = "{ .reg .b32 z, y; mov.b32 z, 0;" + "".join(f"or.b32 z, z, ${i};" for i in given)
+    ptx += "mov.u32 y, %ctaid.y; and.b32 z, z, y;" + "".join(f"mov.b32 ${i}, z;" for i in range(pack)) + " }"
+    zero = asm(ptx, pack, jnp.int32, *x, *others)
+    return [floats(bits(a) | zero) for a in x]
+
+
 def asm(ptx: str, pack: int, dtype: DTypeLike, *args: Array) -> Array:
     """`ptx` on every `pack` elements of args, arrays of one shape, packed in 32-bit registers -> an array of dtype."""
     words = [pack * np.dtype(kind).itemsize // 4 for kind in (dtype, *(a.dtype for a in args))]

@@ -64,7 +64,7 @@ def quantize(
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
     multiple of 16; 0 for none. mask: u8 [G, K/16], not 0 for the blocks among them whose residual is kept; None keeps
     all. group: i32[B], the row of a `mask` of several for each block of M / B rows, where B > 1 a multiple of `tokens`;
-    below 0, any. read: i32[M], below 0 for rows that nobody reads, which may stay unwritten. width: S', a multiple of
+    below 0, any. read: i32[C], rows of x, each once; others stay unwritten, None writes all. width: S', a multiple of
     64; None takes the next one, or K' where `stacked`, see Operands.
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
     gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
@@ -78,44 +78,49 @@ def quantize(
         raise ValueError(f"width={width} of a residual of {residual} channels: pass a multiple of {TILE}, or None")
     padded = -(-m // tokens) * tokens
     blocks = max(pl.next_power_of_2(tiles * TILE // BLOCK), TILE // BLOCK)
-    rows = min(max(_THREADS // blocks, 1), tokens)
+    rows = 1 if read is not None else min(max(_THREADS // blocks, 1), tokens)
     while rows > 1 and padded // rows < _PROGRAMS:
         rows //= 2
 
-    def spec(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((rows, *shape), lambda i: (i, *(0 for _ in shape)))
+    def whole(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda i: (0,) * len(shape))
+
+    def spec(m: int, *shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows, *shape), lambda i: (i, *(0 for _ in shape))) if read is None else whole(m, *shape)
 
     def out(copies: int, columns: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
         parts = tokens // rows  # of a tile of tokens
         shape = padded // tokens, copies, tokens, columns, _LOADS, TILE // _LOADS
-        block = 1, copies, rows, blocks * BLOCK // TILE, *shape[4:]
-        index = lambda i: (i // parts, 0, i % parts, 0, 0, 0)  # noqa: E731
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16), pl.BlockSpec(block, index)
+        row = blocks * BLOCK // TILE, *shape[4:]
+        part = pl.BlockSpec((1, copies, rows, *row), lambda i: (i // parts, 0, i % parts, 0, 0, 0))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16), part if read is None else whole(*shape[:3], *row)
 
     outputs = [out(1 + stacked, tiles)]
     if residual and not stacked:
         outputs.append(out(1, width // TILE))
-    outputs.append((jax.ShapeDtypeStruct((padded, 1), jnp.float32), spec(1)))
+    outputs.append((jax.ShapeDtypeStruct((padded, 1), jnp.float32), spec(padded, 1)))
     if keep:
-        outputs.append((jax.ShapeDtypeStruct((m, k // BLOCK, *_THREAD), jnp.bfloat16), spec(blocks, *_THREAD)))
+        outputs.append((jax.ShapeDtypeStruct((m, k // BLOCK, *_THREAD), jnp.bfloat16), spec(m, blocks, *_THREAD)))
     halves = (2,) if swiglu else ()
-    operands, in_specs = [x.reshape(m, *halves, k // BLOCK, *_THREAD)], [spec(*halves, blocks, *_THREAD)]
+    operands, in_specs = [x.reshape(m, *halves, k // BLOCK, *_THREAD)], [spec(m, *halves, blocks, *_THREAD)]
     if norm is not None:
         operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
-        in_specs.append(pl.BlockSpec((1, blocks, *_THREAD), lambda i: (0, 0, 0, 0)))
+        in_specs.append(whole(1, blocks, *_THREAD))
     looked_up = [] if mask is None else [mask] if len(mask) == 1 else [group, mask]
     looked_up += [] if read is None else [read]
     operands += looked_up
-    in_specs += [pl.BlockSpec(a.shape, lambda i, a=a: (0,) * a.ndim) for a in looked_up]
+    in_specs += [whole(*a.shape) for a in looked_up]
+    # of a row that is picked, a load of four gates a thread is one of four f32: nothing waits for a second one
+    warps = rows * blocks * (2 if swiglu and read is not None else 1) // 32
     how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
     how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
     results = pl.pallas_call(
-        functools.partial(_kernel, m=m, k=k, masks=0 if mask is None else len(mask), skips=read is not None, **how),
-        grid=(padded // rows,),
+        functools.partial(_kernel, m=m, k=k, masks=0 if mask is None else len(mask), picks=read is not None, **how),
+        grid=(padded // rows if read is None else read.size,),
         in_specs=in_specs,
         out_specs=[s for _, s in outputs],
         out_shape=[s for s, _ in outputs],
-        compiler_params=plt.CompilerParams(num_warps=max(rows * blocks // 32, 1), num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=min(max(warps, 1), 32), num_stages=1),
         interpret=interpret,
         name="quantize_residual_nvfp4",
     )(*operands)
@@ -152,8 +157,8 @@ def _check(
         raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
     if group is not None and len(group) > 1 and m % (len(group) * tokens):
         raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
-    if read is not None and (read.shape != (m,) or read.dtype != jnp.int32):
-        raise ValueError(f"read is {read.dtype} {read.shape}: pass int32 {(m,)}")
+    if read is not None and (read.ndim != 1 or read.dtype != jnp.int32):
+        raise ValueError(f"read is {read.dtype} {read.shape}: pass int32 [C], the rows that are read")
     if mask is None:
         return m, k
     if mask.dtype != jnp.uint8 or mask.ndim != 2 or mask.shape[1] != k // BLOCK or not len(mask):
@@ -163,27 +168,21 @@ def _check(
     return m, k
 
 
-def _kernel(x_ref, *refs, skips: bool, eps: float | None, masks: int, m: int, **how: Any) -> None:
+def _kernel(x_ref, *refs, picks: bool, eps: float | None, masks: int, m: int, **how: Any) -> None:
     """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] to choose among
-    several `masks`, mask [G, K/16] if there are any, read [M] if it `skips` rows, and what `_rows` writes.
+    several `masks`, mask [G, K/16] if there are any, read [C] if it `picks` a row, and what `_rows` writes: then all
+    refs hold all rows.
     """
     refs = list(refs)
     weight_ref = None if eps is None else refs.pop(0)
     group_ref = refs.pop(0) if masks > 1 else None
     mask_ref = refs.pop(0) if masks else None
-    read_ref = refs.pop(0) if skips else None
-    own, first = jnp.int32(0), pl.program_id(0) * x_ref.shape[0]
+    first = refs.pop(0)[pl.program_id(0)] if picks else pl.program_id(0) * x_ref.shape[0]
+    own = jnp.int32(0)
     if group_ref is not None:  # a program's rows are of one block
         own = group_ref[lax.div(first, m // group_ref.shape[0]) if group_ref.shape[0] > 1 else 0]
-
-    def rows() -> None:
-        _rows(x_ref, weight_ref, mask_ref, jnp.maximum(own, 0), refs, left=m - first, eps=eps, **how)
-
-    if skips:
-        at = first + jnp.arange(x_ref.shape[0])
-        pl.when(jnp.max(plt.load(read_ref.at[at], mask=at < m, other=-1)) >= 0)(rows)
-    else:
-        rows()
+    row = first if picks else None
+    _rows(x_ref, weight_ref, mask_ref, jnp.maximum(own, 0), refs, row=row, left=m - first, eps=eps, **how)
 
 
 def _rows(
@@ -193,6 +192,7 @@ def _rows(
     own: Array,
     refs: list[Any],
     *,
+    row: Array | None,
     left: Array,
     k: int,
     residual: int,
@@ -204,15 +204,17 @@ def _rows(
     interpret: bool,
 ) -> None:
     """Writes values [1, C, R, B/4, V, 32], residuals likewise if they have an array of their own, global scales [R, 1],
-    the quantized [R, B, V, E] if `keep`. own: the row of the mask; left: rows of x from the first one on.
+    the quantized [R, B, V, E] if `keep`. own: the row of the mask; row: the only one of the refs', None for all;
+    left: rows of x from the first one on.
     """
     kept_ref = refs.pop() if keep else None
-    rows, blocks = x_ref.shape[0], x_ref.shape[-3]
+    rows, blocks = 1 if row is not None else x_ref.shape[0], x_ref.shape[-3]
+    at = tile = in_tile = slice(None)
+    if row is not None:
+        tokens = refs[0].shape[2]
+        at, tile, in_tile = (pl.ds(a, 1) for a in (row, lax.div(row, tokens), lax.rem(row, tokens)))
     block = lax.broadcasted_iota(jnp.int32, (rows, blocks), 1)
     inside = (lax.broadcasted_iota(jnp.int32, (rows, blocks), 0) < left) & (block < k // BLOCK)
-
-    def load(ref, inside):
-        return plt.load(ref, mask=jnp.broadcast_to(inside, ref.shape), other=0)
 
     def store(ref, copy: int, width: int, values: list[Array]) -> None:
         tiles = ref.shape[3]
@@ -221,44 +223,46 @@ def _rows(
         for v, value in enumerate(values):
             # tile, block q, pairs j of half v, h, b -> tile, j, h, q, b
             value = value.astype(jnp.bfloat16).reshape(rows, tiles, 4, 2, 2, 2).transpose(0, 1, 3, 4, 2, 5)
-            plt.store(ref.at[:, pl.ds(copy, 1), :, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
+            plt.store(ref.at[tile, pl.ds(copy, 1), in_tile, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
 
-    def loads(ref, inside, *half) -> list[Array]:
-        inside = jnp.expand_dims(inside, (*(1 for _ in half), -2, -1))
-        found = [load(ref.at[:, *half, :, pl.ds(v, 1)], inside) for v in range(_LOADS)]
-        return [a.reshape(a.shape[0], blocks, _ELEMENTS) for a in found]
+    def loads(ref, inside, at, *half) -> list[Array]:
+        shape = len(inside), *(1 for _ in half), blocks, 1, _ELEMENTS
+        mask = jnp.broadcast_to(inside.reshape(*shape[:-2], 1, 1), shape)
+        found = [plt.load(ref.at[at, *half, :, pl.ds(v, 1)], mask=mask, other=0) for v in range(_LOADS)]
+        return [a.reshape(shape[0], blocks, _ELEMENTS) for a in found]
 
+    x = loads(x_ref, inside, at, pl.ds(0, 1)) if swiglu else loads(x_ref, inside, at)
+    up = loads(x_ref, inside, at, pl.ds(1, 1)) if swiglu else []
+    compensated = block < residual // BLOCK
+    if mask_ref is not None:  # among the first loads: nothing hides the time that a later one takes
+        column = jnp.arange(blocks)
+        compensated &= (plt.load(mask_ref.at[own, column], mask=column < k // BLOCK, other=0) != 0)[None]
     if swiglu:
-        gate, up = (loads(x_ref, inside, pl.ds(half, 1)) for half in range(2))
-        x = [gated(a, b, interpret) for a, b in zip(gate, up, strict=True)]
-    else:
-        x = loads(x_ref, inside)
+        x = arithmetic.after(x, [*up, jnp.broadcast_to(own, up[0].shape)], 1, interpret)
+        x = [gated(a, b, interpret) for a, b in zip(x, up, strict=True)]
     if eps is not None:
-        weight = loads(weight_ref, lax.broadcasted_iota(jnp.int32, (1, blocks), 1) < k // BLOCK)
+        weight = loads(weight_ref, lax.broadcasted_iota(jnp.int32, (1, blocks), 1) < k // BLOCK, slice(None))
         x = normed(x, weight, eps, k, interpret)
     if keep:
         for v, a in enumerate(x):
             kept = a.reshape(rows, blocks, 1, _ELEMENTS)
-            plt.store(kept_ref.at[:, :, pl.ds(v, 1)], kept, mask=jnp.broadcast_to(inside[:, :, None, None], kept.shape))
+            mask = jnp.broadcast_to(inside[:, :, None, None], kept.shape)
+            plt.store(kept_ref.at[at, :, pl.ds(v, 1)], kept, mask=mask)
     magnitude = _block_amax(x)
     amax = jnp.max(magnitude, axis=1, keepdims=True)
     finite = amax < arithmetic.EXPONENT
     unit = arithmetic.unit_scales(floats(amax), finite, interpret)
-    plt.store(refs[-1], unit.global_scale)
+    plt.store(refs[-1].at[at], unit.global_scale)
     magnitude = floats(jnp.where(finite, magnitude, 0))
     x = [jnp.where(finite[:, :, None], a.astype(jnp.float32), 0.0) for a in x]
     values = _round(x, magnitude, unit, True, interpret)
     store(refs[0], 0, -(-k // TILE) * TILE, values)
     if not residual:
         return
-    keep = block < residual // BLOCK
-    if mask_ref is not None:
-        column = jnp.arange(blocks)
-        keep &= (plt.load(mask_ref.at[own, column], mask=column < k // BLOCK, other=0) != 0)[None]
     scale = jnp.where(finite, unit.global_scale, 0.0)
     x = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, x)), axis=2)
-    store(refs[0 if stacked else 1], int(stacked), width, _round(x, magnitude, unit, keep, interpret))
+    store(refs[0 if stacked else 1], int(stacked), width, _round(x, magnitude, unit, compensated, interpret))
 
 
 def _block_amax(x: list[Array]) -> Array:
@@ -275,8 +279,12 @@ def bf16(x: Array, interpret: bool) -> Array:
 
 
 def gated(gate: Array, up: Array, interpret: bool) -> Array:
-    """silu(gate) * up, f32 of one shape, rounded to bf16."""
-    return bf16(gate * (1 / (1 + jnp.exp(-gate))) * up, interpret)
+    """silu(gate) * up, f32 of one shape, rounded to bf16. A subnormal sigmoid is 0: a division would be nine
+    instructions, and otherwise gives the same bits.
+    """
+    total = 1 + jnp.exp(-gate)
+    sigmoid = 1 / total if interpret else arithmetic.asm("rcp.approx.ftz.f32 $0, $1;", 1, jnp.float32, total)
+    return bf16(gate * sigmoid * up, interpret)
 
 
 def normed(x: list[Array], weight: list[Array], eps: float, k: int, interpret: bool) -> list[Array]:

@@ -162,7 +162,7 @@ class Experts(nn.Module):
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
         hidden = swiglu(up, p.dtype)
-        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=d.token, **groups)
+        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=d.slot, **groups)
 
 
 class MoE(nn.Module):
