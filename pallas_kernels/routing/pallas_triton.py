@@ -209,7 +209,10 @@ def _place(
     wide: int,
     replays: bool,
 ) -> None:
-    """Writes slot, token and group of the program's pairs, and sizes, by counts; choice [T, k'] has columns own [T, 1]."""
+    """Writes slot, token and group of the program's pairs, and sizes, by counts.
+
+    choice [T, k'], whose columns are own [T, 1]: experts of the program's tokens.
+    """
     start, tiles = pl.program_id(0) * choice.shape[0], pl.cdiv(m, _TILE)
     (token, column), (row, expert) = _tile(*choice.shape), _tile(choice.shape[0], wide)
     real = (start + token < m) & (column < len(own))
