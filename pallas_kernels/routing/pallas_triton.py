@@ -137,10 +137,12 @@ def _choose(
     alone, tile, tiles = "slot" in ref, pl.program_id(0), pl.cdiv(m, _TILE)
     (row, expert), (token, column) = _tile(_TILE, wide), _tile(*ref["ids"].shape)
     known, real = tile * _TILE + row < m, (tile * _TILE + token < m) & (column < k)
-    # before any store, which no load may pass: each takes longer than most of what follows
+    # before any store, which no load may pass, and parts before what waits for replayed ids: memory takes longest
+    mask = known & (expert < experts)
+    parts = [plt.load(ref["parts"].at[jnp.int32(s)], mask=mask, other=0) for s in range(ref["parts"].shape[0])]
     told = plt.load(ref["replayed"].at[token, column], mask=real, other=-1).astype(jnp.int32) if replays else None
     place = ref["place"][0] if alone else None
-    probs, norm = _softmax(ref["parts"], known, expert < experts)
+    probs, norm = _softmax(jnp.where(expert < experts, functools.reduce(jnp.add, parts), -jnp.inf))
     blocks = most_blocks(m * k, experts, block)
     for name, size in (("token", blocks * block), ("group", blocks)):
         part = pl.next_power_of_2(pl.cdiv(size, tiles))
@@ -175,7 +177,7 @@ def _choose(
     if alone:
         if not interpret:
             plt.debug_barrier()  # what follows reads and overwrites what other threads wrote
-        _place(ref, choice, own, place, m, experts, block, wide, replays)
+        _place(ref, choice, own, place, m, k, experts, block, wide, replays)
 
 
 def _place_tokens(
@@ -195,15 +197,16 @@ def _place_tokens(
     token, column = _tile(*ref["ids"].shape)
     real = (pl.program_id(0) * _PLACED + token < m) & (column < k)
     choice = plt.load(ref["ids"].at[token, column], mask=real, other=0)
-    _place(ref, choice, _columns(choice, k), ref["place"][0], m, experts, block, wide, replays)
+    _place(ref, choice, None, ref["place"][0], m, k, experts, block, wide, replays)
 
 
 def _place(
     ref: dict[str, Any],
     choice: Array,
-    own: list[Array],
+    own: list[Array] | None,
     place: Array,
     m: int,
+    k: int,
     experts: int,
     block: int,
     wide: int,
@@ -211,11 +214,11 @@ def _place(
 ) -> None:
     """Writes slot, token and group of the program's pairs, and sizes, by counts.
 
-    choice [T, k'], whose columns are own [T, 1]: experts of the program's tokens.
+    choice [T, k']: experts of the program's tokens; own: its columns where they are known.
     """
     start, tiles = pl.program_id(0) * choice.shape[0], pl.cdiv(m, _TILE)
     (token, column), (row, expert) = _tile(*choice.shape), _tile(choice.shape[0], wide)
-    real = (start + token < m) & (column < len(own))
+    real = (start + token < m) & (column < k)
     above = jnp.maximum(start + row - 1, 0)
     before = plt.load(ref["counts"].at[above, expert], mask=lax.rem(start + row, _TILE) > 0, other=0)
     step = min(pl.next_power_of_2(tiles), max(_READ // wide, 1))
@@ -229,6 +232,7 @@ def _place(
         return tuple(a + jnp.sum(b, axis=0, keepdims=True) for a, b in zip(sums, terms, strict=True))
 
     total, earlier = lax.fori_loop(0, pl.cdiv(tiles, step), add, (jnp.zeros((1, wide), jnp.int32),) * 2)
+    own = _columns(choice, k) if own is None else own  # waits for the first load: after the others
     sizes = lax.div(total + (block - 1), block) * block
     sizes = jnp.broadcast_to(sizes, before.shape)  # each warp sums up for itself
     free = jnp.cumsum(sizes, axis=1) - sizes + earlier + before
@@ -268,10 +272,8 @@ def _beside(columns: list[Array], column: Array) -> Array:
     return x
 
 
-def _softmax(parts_ref: Any, known: Array, real: Array) -> tuple[Array, Array]:
-    """Probabilities f32[T, E'], 0 where the expert is not `real`, and what they were divided by, f32[T, 1]."""
-    parts = [plt.load(parts_ref.at[jnp.int32(s)], mask=known & real, other=0) for s in range(parts_ref.shape[0])]
-    logits = jnp.where(real, functools.reduce(jnp.add, parts), -jnp.inf)
-    weight = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """Probabilities f32[T, E'], and what they were divided by, f32[T, 1]."""
+    weight = jnp.exp(logits - _most(logits))
     norm = jnp.sum(weight, axis=1, keepdims=True)
     return weight / norm, norm
