@@ -1,4 +1,4 @@
-"""Routing of a decode step by one kernel: the model's, in the interpreter or on the GPU at hand, and its choice."""
+"""Routing of a decode step by kernels: the model's, in the interpreter or on the GPU at hand, and its choice."""
 
 import functools
 
@@ -20,9 +20,10 @@ GPU = jax.default_backend() == "gpu"
 QUICK = {} if GPU else {"xla_backend_optimization_level": 0}
 kernel = functools.partial(pallas_triton.route, interpret=not GPU)
 partial_logits = functools.partial(logits.partial_logits, interpret=not GPU)
-# M, E, k, replayed: no power of two among them; two chunks of tokens; on a GPU the sizes of published models too
+# M, E, k, replayed: no power of two among them; one tile of tokens and more; on a GPU the sizes of published models too
 SHAPES = [(1, 3, 1, False), (16, 40, 3, False), (70, 72, 2, True)]
 LARGE = [(64, 128, 8, False), (64, 128, 8, True), (256, 128, 8, True), (32, 512, 10, False), (5, 256, 8, True)]
+LARGE.append((2048, 8, 1, False))
 
 
 def inputs(m, e, k):

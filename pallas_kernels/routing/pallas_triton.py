@@ -1,9 +1,8 @@
-"""The kernel of Pallas' Triton backend: one program, because every row's place depends on all tokens.
+"""Kernels of Pallas' Triton backend: one over tiles of tokens, which chooses, and, as a row's place depends on all
+tokens, another one behind it; of one tile the first does both.
 
-It goes over the tokens twice. First a chunk at a time: softmax, k times the largest (of equal ones the first), and a
-product with a triangle of ones, exact, that counts the pairs of earlier tokens with each expert. Then over all pairs: a
-pair's row is its expert's first one, and one for each pair before it. What the first pass finds lies in memory, from
-where the second takes what a pair needs of it.
+A warp has a token. Two kinds of tiles keep to that: [T, E'] of experts, a lane having four neighbours, and [T, k'] of
+choices, one each: what is stored by choice would take all threads to meet for every number otherwise.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.grouped_gemm.blocked import most_blocks
 
 MOST_PAIRS = 2048
-_TILE = 16  # of a matrix product, at least
-_CHUNK = 64 * 128  # probabilities of tokens that are taken at once
-_NUMBERS = 32  # of them, a thread
+_TILE = 16  # tokens that choose in a program: at least, for a matrix product
+_PLACED = 4  # tokens whose pairs get rows in a program: a divisor
+_LANES = 32  # of a warp
+_READ = 4096  # counts taken at once
 
 
 class Routes(NamedTuple):
@@ -60,41 +60,42 @@ def route(
     GPU, for tests. Raises ValueError for anything else.
     """
     s, m, experts = _check(parts, replayed, top_k, block)
-    pairs = m * top_k
-    blocks = most_blocks(pairs, experts, block)
-    whole = pl.next_power_of_2
-    width = max(whole(experts), _TILE)
-    chunk = min(max(whole(m), _TILE), max(_CHUNK // width, _TILE))
-    tokens = -(-m // chunk) * chunk
-    out = {  # name: (size, padded size, dtype)
-        "gates": (pairs, whole(pairs), jnp.float32),
-        "ids": (pairs, whole(pairs), jnp.int32),
-        "slot": (pairs, whole(pairs), jnp.int32),
-        "token": (blocks * block, whole(blocks * block), jnp.int32),
-        "group": (blocks, whole(blocks), jnp.int32),
-        "sizes": (experts, width, jnp.int32),
-        "first": (experts, width, jnp.int32),  # row of an expert
-        "before": (tokens * width, tokens * width, jnp.int32),  # [M', E'] pairs with an expert, of earlier tokens
-        "probs": (tokens * width, tokens * width, jnp.float32),  # [M', E']
-    }
-    in_specs = [pl.BlockSpec((s, tokens, width), lambda i: (0, 0, 0)), pl.BlockSpec((1,), lambda i: (0,))]
-    given = [parts, place.reshape(1)]
-    if replayed is not None:
-        given.append(replayed.reshape(-1))
-        in_specs.append(pl.BlockSpec((whole(pairs),), lambda i: (0,)))
-    how = {"m": m, "k": top_k, "experts": experts, "block": block, "chunk": chunk, "renormalize": renormalize}
-    made = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(out), replays=replayed is not None, interpret=interpret, **how),
-        grid=(1,),
-        in_specs=in_specs,
-        out_specs=[pl.BlockSpec((padded,), lambda i: (0,)) for _, padded, _ in out.values()],
-        out_shape=[jax.ShapeDtypeStruct((size,), dtype) for size, _, dtype in out.values()],
-        compiler_params=plt.CompilerParams(num_warps=max(chunk * width // (32 * _NUMBERS), 4), num_stages=1),
-        interpret=interpret,
-        name="route",
-    )(*given)
-    gates, ids, *rest = made[:6]
-    return Routes(gates.reshape(m, top_k), ids.reshape(m, top_k), *rest)
+    whole, tiles = pl.next_power_of_2, pl.cdiv(m, _TILE)
+    wide, some = max(whole(experts), 4 * _LANES), max(whole(top_k), _LANES)
+    blocks = most_blocks(m * top_k, experts, block)
+    shapes = {"token": (blocks * block,), "group": (blocks,), "sizes": (1, experts), "counts": (tiles * _TILE, wide)}
+    shapes |= dict.fromkeys(("gates", "ids", "slot"), (m, top_k))
+    specs = {name: pl.BlockSpec((2 * whole(shapes[name][0]),), lambda i: (0,)) for name in ("token", "group")}
+    specs |= {name: pl.BlockSpec((tiles * _TILE, wide), lambda i: (0, 0)) for name in ("sizes", "counts")}
+    specs["place"] = pl.BlockSpec((1,), lambda i: (0,))
+
+    def call(kernel, name, tokens, given, out, **how):
+        """Outputs by name, of what the kernel is given by name."""
+        own = {"parts": pl.BlockSpec((s, tokens, wide), lambda i: (0, i, 0))} | specs
+        tile = pl.BlockSpec((tokens, some), lambda i: (i, 0))
+        how |= {"m": m, "k": top_k, "experts": experts, "block": block, "replays": replayed is not None}
+        made = pl.pallas_call(
+            functools.partial(kernel, names=(*given, *out), wide=wide, interpret=interpret, **how),
+            grid=(pl.cdiv(m, tokens),),
+            in_specs=[own.get(n, tile) for n in given],
+            out_specs=[own.get(n, tile) for n in out],
+            out_shape=[jax.ShapeDtypeStruct(shapes[n], jnp.float32 if n == "gates" else jnp.int32) for n in out],
+            input_output_aliases={i: out.index(n) for i, n in enumerate(given) if n in out},
+            compiler_params=plt.CompilerParams(num_warps=tokens, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(*given.values())
+        return dict(zip(out, made, strict=True))
+
+    given = {"place": place.reshape(1), "parts": parts} | ({} if replayed is None else {"replayed": replayed})
+    rows, out = ["token", "group", "slot", "sizes"], ["gates", "ids", "token", "group", "counts"]
+    out += ["slot", "sizes"] * (tiles == 1)
+    made = call(_choose, "route", _TILE, given, out, renormalize=renormalize)
+    if tiles > 1:
+        given = {"place": given["place"]} | {name: made[name] for name in ("ids", "counts", "token", "group")}
+        made |= call(_place_tokens, "route_rows", _PLACED, given, rows)
+    made["slot"], made["sizes"] = (made[name].reshape(-1) for name in ("slot", "sizes"))
+    return Routes(**{name: made[name] for name in Routes._fields})
 
 
 def _check(parts: Array, replayed: Array | None, top_k: int, block: int) -> tuple[int, int, int]:
@@ -113,91 +114,166 @@ def _check(parts: Array, replayed: Array | None, top_k: int, block: int) -> tupl
     return parts.shape
 
 
-def _kernel(
-    parts_ref: Any,
-    place_ref: Any,
+# Refs are arrays, or of [M, E] and [M, k] the program's tokens. What pads them is memory in the interpreter only:
+# nothing is read or written there.
+
+
+def _choose(
     *refs: Any,
     names: tuple[str, ...],
-    replays: bool,
     m: int,
     k: int,
     experts: int,
     block: int,
-    chunk: int,
+    wide: int,
+    replays: bool,
     renormalize: float | None,
     interpret: bool,
 ) -> None:
-    """parts [S, M', E'], place [1], replayed [C'] if `replays`, flat outputs by `names`. What pads refs is memory in
-    the interpreter only: nothing is read or written there.
+    """Writes gates, ids, -1 to token and group, and counts [M', E'] of pairs with an expert, of a tile's tokens up to
+    each; then what `_place` does where these are all tokens.
     """
-    replayed_ref = refs[0] if replays else None
-    out = dict(zip(names, refs[replays:], strict=True))
-    width = parts_ref.shape[2]
-    expert = lax.broadcasted_iota(jnp.int32, (chunk, width), 1)
-    earlier = jnp.arange(chunk)[:, None] > jnp.arange(chunk)[None, :]
+    ref = dict(zip(names, refs, strict=True))
+    alone, tile, tiles = "slot" in ref, pl.program_id(0), pl.cdiv(m, _TILE)
+    (row, expert), (token, column) = _tile(_TILE, wide), _tile(*ref["ids"].shape)
+    known, real = tile * _TILE + row < m, (tile * _TILE + token < m) & (column < k)
+    # before any store, which no load may pass, and parts before what waits for replayed ids: memory takes longest
+    mask = known & (expert < experts)
+    parts = [plt.load(ref["parts"].at[jnp.int32(s)], mask=mask, other=0) for s in range(ref["parts"].shape[0])]
+    told = plt.load(ref["replayed"].at[token, column], mask=real, other=-1).astype(jnp.int32) if replays else None
+    place = ref["place"][0] if alone else None
+    probs, norm = _softmax(jnp.where(expert < experts, functools.reduce(jnp.add, parts), -jnp.inf))
     blocks = most_blocks(m * k, experts, block)
     for name, size in (("token", blocks * block), ("group", blocks)):
-        at = jnp.arange(out[name].shape[0])
-        plt.store(out[name].at[at], jnp.full(at.shape, -1, jnp.int32), mask=at < size)
+        part = pl.next_power_of_2(pl.cdiv(size, tiles))
+        at = tile * part + jnp.arange(part)
+        plt.store(ref[name].at[at], jnp.full(part, -1, jnp.int32), mask=at < size)
 
-    def step(i, counts):
-        token = i * chunk + jnp.arange(chunk)
-        inside = (token < m)[:, None]
-        probs = _softmax(parts_ref, i * chunk, inside, expert < experts)
-        # order of bits is that of numbers, and a maximum of integers one instruction a warp; NaN fills rows, as equals
-        left = jnp.where(probs >= 0, lax.bitcast_convert_type(probs, jnp.int32), 0)
-        left = jnp.where(expert < experts, left, -1)
-        chosen = jnp.zeros((chunk, width), jnp.int32)
-        for j in range(k):
-            top = jnp.max(left, axis=1, keepdims=True)
-            own = jnp.min(jnp.where(left == top, expert, width), axis=1)
-            left = jnp.where(expert == own[:, None], -1, left)
-            if replays:
-                told = plt.load(replayed_ref.at[token * k + j], mask=token < m, other=-1).astype(jnp.int32)
-                own = jnp.where(told < 0, own, jnp.minimum(told, experts - 1))  # no id reaches beyond memory
-                chosen += (expert == own[:, None]).astype(jnp.int32)
-            plt.store(out["ids"].at[token * k + j], own, mask=token < m)
-        if not replays:
-            chosen = ((left < 0) & (expert < experts)).astype(jnp.int32)
-        chosen = jnp.where(inside, chosen, 0)
-        before = plt.dot(earlier.astype(jnp.bfloat16), chosen.astype(jnp.bfloat16)).astype(jnp.int32)
-        at = token[:, None] * width + expert
-        plt.store(out["before"].at[at], before + counts[None, :])
-        plt.store(out["probs"].at[at], probs)
-        return counts + jnp.sum(chosen, axis=0)
-
-    counts = lax.fori_loop(0, parts_ref.shape[1] // chunk, step, jnp.zeros(width, jnp.int32))
-    sizes = lax.div(counts + (block - 1), block) * block
-    real = jnp.arange(width) < experts
-    plt.store(out["sizes"], sizes, mask=real)
-    plt.store(out["first"], jnp.cumsum(sizes) - sizes, mask=real)
-    if not interpret:
-        plt.debug_barrier()  # what follows reads and overwrites what other threads wrote
-
-    shape = pl.next_power_of_2(m), pl.next_power_of_2(k)
-    token, choice = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-    real, token = choice < k, jnp.minimum(token, m - 1)  # of padding, the last pair again
-    pair = token * k + jnp.minimum(choice, k - 1)
-    taken = plt.load(out["ids"].at[pair])
-    at = token * width + taken
-    gate = plt.load(out["probs"].at[at])
+    # order of bits is that of numbers, and a maximum of integers one instruction a warp; NaN fills rows, as equals
+    bits = jnp.where(norm == norm, lax.bitcast_convert_type(probs, jnp.int32), 0)
+    left = jnp.where(expert < experts, bits, -1)
+    own, best = [], []
+    for _ in range(k):
+        best.append(_most(left))
+        own.append(jnp.min(jnp.where(left == best[-1], expert, wide), axis=1, keepdims=True))
+        left = jnp.where(expert == own[-1], -1, left)
+    choice, chosen = _beside(own, column), ((left < 0) & (expert < experts)).astype(jnp.int32)
+    if replays:
+        choice = jnp.where(told < 0, choice, jnp.minimum(told, experts - 1))  # no id reaches beyond memory
+        own = _columns(choice, k)
+        best = [_most(jnp.where(expert == e, bits, 0)) for e in own]
+        chosen = sum((expert == e).astype(jnp.int32) for e in own)
+    best = [lax.bitcast_convert_type(b, jnp.float32) for b in best]
+    gate = _beside(best, column)
     if renormalize is not None:
-        total = jnp.sum(jnp.where(real, gate, 0.0), axis=1, keepdims=True)
-        gate = gate / jnp.maximum(total, renormalize)
-    slot = plt.load(out["first"].at[taken]) + plt.load(out["before"].at[at])
-    for d in range(1, k if replays else 0):  # replayed choices may be equal
-        other = plt.load(out["ids"].at[jnp.maximum(pair - d, 0)])
-        slot += ((other == taken) & (jnp.minimum(choice, k - 1) >= d)).astype(jnp.int32)
-    plt.store(out["gates"].at[pair], gate)
-    plt.store(out["slot"].at[pair], slot)
-    plt.store(out["token"].at[slot], token)
-    plt.store(out["group"].at[lax.div(slot, block)], place_ref[0] * experts + taken)
+        gate = gate / jnp.maximum(sum(best), renormalize)
+    plt.store(ref["ids"].at[token, column], choice, mask=real)
+    plt.store(ref["gates"].at[token, column], jnp.where(norm == norm, gate, norm), mask=real)
+
+    chosen = jnp.where(known, chosen, 0)
+    upto = jnp.arange(_TILE)[:, None] >= jnp.arange(_TILE)[None, :]
+    counts = plt.dot(upto.astype(jnp.bfloat16), chosen.astype(jnp.bfloat16)).astype(jnp.int32)
+    plt.store(ref["counts"].at[tile * _TILE + row, expert], counts)
+    if alone:
+        if not interpret:
+            plt.debug_barrier()  # what follows reads and overwrites what other threads wrote
+        _place(ref, choice, own, place, m, k, experts, block, wide, replays)
 
 
-def _softmax(parts_ref: Any, start: Any, inside: Array, real: Array) -> Array:
-    """Probabilities f32[chunk, E'] of tokens from `start`, 0 where the expert is not `real`."""
-    parts = [parts_ref.at[jnp.int32(s), pl.ds(start, inside.shape[0])] for s in range(parts_ref.shape[0])]
-    logits = functools.reduce(jnp.add, [plt.load(part, mask=inside & real, other=0) for part in parts])
-    logits = jnp.where(real, logits, -jnp.inf)
-    weight = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
-    return weight / jnp.sum(weight, axis=1, keepdims=True)
+def _place_tokens(
+    *refs: Any,
+    names: tuple[str, ...],
+    m: int,
+    k: int,
+    experts: int,
+    block: int,
+    wide: int,
+    replays: bool,
+    interpret: bool,
+) -> None:
+    """What `_place` does, by the ids that `_choose` wrote."""
+    del interpret
+    ref = dict(zip(names, refs, strict=True))  # of aliases the output
+    token, column = _tile(*ref["ids"].shape)
+    real = (pl.program_id(0) * _PLACED + token < m) & (column < k)
+    choice = plt.load(ref["ids"].at[token, column], mask=real, other=0)
+    _place(ref, choice, None, ref["place"][0], m, k, experts, block, wide, replays)
+
+
+def _place(
+    ref: dict[str, Any],
+    choice: Array,
+    own: list[Array] | None,
+    place: Array,
+    m: int,
+    k: int,
+    experts: int,
+    block: int,
+    wide: int,
+    replays: bool,
+) -> None:
+    """Writes slot, token and group of the program's pairs, and sizes, by counts.
+
+    choice [T, k']: experts of the program's tokens; own: its columns where they are known.
+    """
+    start, tiles = pl.program_id(0) * choice.shape[0], pl.cdiv(m, _TILE)
+    (token, column), (row, expert) = _tile(*choice.shape), _tile(choice.shape[0], wide)
+    real = (start + token < m) & (column < k)
+    above = jnp.maximum(start + row - 1, 0)
+    before = plt.load(ref["counts"].at[above, expert], mask=lax.rem(start + row, _TILE) > 0, other=0)
+    step = min(pl.next_power_of_2(tiles), max(_READ // wide, 1))
+    (offset, of), own_tile = _tile(step, wide), lax.div(start, _TILE)
+
+    def add(i, sums):
+        tile = i * step + offset
+        last = jnp.minimum(tile, tiles - 1) * _TILE + _TILE - 1
+        counts = plt.load(ref["counts"].at[last, of], mask=tile < tiles, other=0)
+        terms = counts, jnp.where(tile < own_tile, counts, 0)
+        return tuple(a + jnp.sum(b, axis=0, keepdims=True) for a, b in zip(sums, terms, strict=True))
+
+    total, earlier = lax.fori_loop(0, pl.cdiv(tiles, step), add, (jnp.zeros((1, wide), jnp.int32),) * 2)
+    own = _columns(choice, k) if own is None else own  # waits for the first load: after the others
+    sizes = lax.div(total + (block - 1), block) * block
+    sizes = jnp.broadcast_to(sizes, before.shape)  # each warp sums up for itself
+    free = jnp.cumsum(sizes, axis=1) - sizes + earlier + before
+    slots = []
+    for e in own:
+        slots.append(jnp.sum(jnp.where(expert == e, free, 0), axis=1, keepdims=True))
+        if replays:  # choices may be equal
+            free += (expert == e).astype(jnp.int32)
+    slot = _beside(slots, column)
+    row_of = jnp.where(real, slot, ref["token"].shape[0] - 1)  # of no pair, in the padding
+    block_of = jnp.where(real, lax.div(slot, block), ref["group"].shape[0] - 1)
+    plt.store(ref["slot"].at[token, column], slot, mask=real)
+    plt.store(ref["token"].at[row_of], start + token, mask=real)
+    plt.store(ref["group"].at[block_of], place * experts + choice, mask=real)
+    plt.store(ref["sizes"].at[row, expert], sizes, mask=(start + row == 0) & (expert < experts))
+
+
+def _tile(rows: int, columns: int) -> tuple[Array, Array]:
+    """Row and column of each element."""
+    return tuple(lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in range(2))
+
+
+def _most(x: Array) -> Array:
+    return jnp.max(x, axis=1, keepdims=True)
+
+
+def _columns(x: Array, n: int) -> list[Array]:
+    """The first n columns [T, 1] of x [T, k'], which are not negative."""
+    return [_most(jnp.where(_tile(*x.shape)[1] == j, x, 0)) for j in range(n)]
+
+
+def _beside(columns: list[Array], column: Array) -> Array:
+    """[T, k'] of its first columns [T, 1]."""
+    x = jnp.zeros(column.shape, columns[0].dtype)
+    for j, a in enumerate(columns):
+        x = jnp.where(column == j, a, x)
+    return x
+
+
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """Probabilities f32[T, E'], and what they were divided by, f32[T, 1]."""
+    weight = jnp.exp(logits - _most(logits))
+    norm = jnp.sum(weight, axis=1, keepdims=True)
+    return weight / norm, norm
