@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -54,6 +55,18 @@ def warpgroup_kernel(
         kernel_name=name,
         **peers,
     )
+
+
+def in_one_warp(body: Callable[[], None], interpret: bool) -> None:
+    """Runs body, which takes and gives no arrays, in one of a warpgroup's warps: the others issue no instructions. The
+    interpreter, which knows no warps, runs it in the warpgroup.
+    """
+    if interpret:
+        return body()
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def _() -> None:
+        pl.when(jax.lax.axis_index("warp") == 0)(body)
 
 
 def load(ref: Any, layout: Any, scattered: bool = False) -> jax.Array:

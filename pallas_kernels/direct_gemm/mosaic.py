@@ -178,6 +178,9 @@ class _Tile:
 
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
+        compat.in_one_warp(self._copy_all, self.interpret)
+
+    def _copy_all(self) -> None:
         stages, smem = self.c.stages, self.smem
 
         def step(i, slot):

@@ -16,7 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-_TILE = 16  # tokens, and experts, of a program: the least of a matrix product
+_TILE = 16  # experts of a program, and tokens at least: the least of a matrix product
+_TOKENS = 64  # of a program, at most: its weights become bf16 numbers once for all
 _STEP = 256  # channels taken at once
 
 
@@ -34,9 +35,10 @@ def partial_logits(x: Array, w: Array, layer: Array, *, parts: int, interpret: b
     if parts < 1 or d % parts:
         raise ValueError(f"parts={parts} of D={d} channels: pass a divisor")
     step = max(min(pl.next_power_of_2(d // parts), _STEP), _TILE)
+    tokens = min(max(pl.next_power_of_2(m), _TILE), _TOKENS)
     return pl.pallas_call(
-        functools.partial(_kernel, width=d // parts, step=step),
-        grid=(parts, pl.cdiv(m, _TILE), pl.cdiv(experts, _TILE)),
+        functools.partial(_kernel, width=d // parts, step=step, tokens=tokens),
+        grid=(parts, pl.cdiv(m, tokens), pl.cdiv(experts, _TILE)),
         in_specs=[
             pl.BlockSpec((1,), lambda s, i, j: (0,)),
             pl.BlockSpec(x.shape, lambda s, i, j: (0, 0)),
@@ -50,9 +52,10 @@ def partial_logits(x: Array, w: Array, layer: Array, *, parts: int, interpret: b
     )(layer.reshape(1), x, w)
 
 
-def _kernel(layer_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, width: int, step: int) -> None:
-    """layer [1], x [M, D], w [L, E, D], out [S, M, E]; the program's are a part, 16 tokens and 16 experts."""
-    part, token, expert = pl.program_id(0), *(pl.program_id(a) * _TILE + jnp.arange(_TILE) for a in (1, 2))
+def _kernel(layer_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, width: int, step: int, tokens: int) -> None:
+    """layer [1], x [M, D], w [L, E, D], out [S, M, E]; the program's are a part, `tokens` tokens and 16 experts."""
+    sizes = tokens, _TILE
+    part, token, expert = pl.program_id(0), *(pl.program_id(1 + a) * n + jnp.arange(n) for a, n in enumerate(sizes))
     layer, known, real = layer_ref[0], token < x_ref.shape[0], expert < w_ref.shape[1]
 
     def add(i, y):
@@ -67,5 +70,5 @@ def _kernel(layer_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, width: int,
         # by themselves, so that a float32 addition and not the tensor core, which drops bits, adds them to a large sum
         return y + functools.reduce(jnp.add, [plt.dot(x, term.T) for term in (low, middle, high)])
 
-    y = lax.fori_loop(0, pl.cdiv(width, step), add, jnp.zeros((_TILE, _TILE), jnp.float32))
+    y = lax.fori_loop(0, pl.cdiv(width, step), add, jnp.zeros(sizes, jnp.float32))
     plt.store(out_ref.at[part, token[:, None], expert[None]], y, mask=known[:, None] & real[None])
