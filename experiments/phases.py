@@ -110,22 +110,22 @@ def kernels(trace: Any) -> Iterator[Kernel]:
                 yield Kernel(event.name, op, 1e-9 * event.start_ns, 1e-9 * event.duration_ns)
 
 
-def summed(found: list[Kernel], phases: dict[str, str], rounds: int, parts: Parts = DECODE) -> dict[str, float]:
-    """Seconds a round by phase, "busy" (of the device; less than their sum where kernels overlap), "unattributed" (of
-    the sum: GEMMs whose instruction is not known, which lie in `parts.gemm`), and "launches" a round.
+def summed(found: list[Kernel], phases: dict[str, str], parts: Parts = DECODE) -> dict[str, float]:
+    """Seconds by phase, "busy" (of the device; less than their sum where kernels overlap), "unattributed" (of the
+    sum: GEMMs whose instruction is not known, which lie in `parts.gemm`), and "launches".
     """
     total = dict.fromkeys(parts.names, 0.0) | {"unattributed": 0.0}
     for kernel in found:
         known = phases.get(kernel.op) or phases.get(kernel.name)
         if known is None and _GEMM.search(kernel.name):
-            total["unattributed"] += kernel.seconds / rounds
+            total["unattributed"] += kernel.seconds
             known = parts.gemm
-        total[known or "rest"] += kernel.seconds / rounds
+        total[known or "rest"] += kernel.seconds
     busy, end = 0.0, 0.0
     for kernel in sorted(found, key=lambda k: k.start):
         busy += max(kernel.start + kernel.seconds - max(kernel.start, end), 0.0)
         end = max(end, kernel.start + kernel.seconds)
-    return total | {"busy": busy / rounds, "launches": len(found) / rounds}
+    return total | {"busy": busy, "launches": float(len(found))}
 
 
 def traced(run: Callable[[], Any]) -> list[Kernel]:

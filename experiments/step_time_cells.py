@@ -248,7 +248,7 @@ def traced_figures(found: dict[str, list], compiled: dict[str, Any], taken: list
     for name, parts in TRACED.items():
         if not found[name]:
             return {}
-        spent = phases.summed(found[name], phases.instruction_phases(compiled[name].as_text(), parts), 1, parts)
+        spent = phases.summed(found[name], phases.instruction_phases(compiled[name].as_text(), parts), parts)
         row |= {f"phase/{name}/{part}": spent[part] for part in parts.names}
         row[f"phase/{name}/gaps"] = float(np.median([step[name] for step in taken])) - spent["busy"]
         row |= {f"{figure}/{name}": spent[figure] for figure in ("busy", "launches", "unattributed")}
@@ -291,7 +291,7 @@ def _training(cfg: StepTimeConfig, trainer: str, rows: int) -> Built:
             found = phases.traced(lambda side=side: calls[side](states[side], batch))
             if found:
                 names = phases.instruction_phases(compiled[side].as_text(), phases.UPDATE)
-                spent = phases.summed(found, names, 1, phases.UPDATE)
+                spent = phases.summed(found, names, phases.UPDATE)
                 row |= {f"phase/{side}/{part}": spent[part] for part in phases.UPDATE.names}
                 row |= {f"busy/{side}": spent["busy"], f"launches/{side}": spent["launches"]}
         return row

@@ -165,8 +165,14 @@ def _decode_cell(
         times = decode_speed.seconds(programs["decode"], *operands)
 
         def spent_by(program: Any) -> dict[str, float]:
-            found = phases.traced(lambda: program(*operands, np.int32(decode_speed.FEW)))
-            return phases.summed(found, phases.instruction_phases(program.as_text()), decode_speed.FEW)
+            """Of a round, without what a call does once."""
+            kinds, few, many = phases.instruction_phases(program.as_text()), decode_speed.FEW, decode_speed.MANY
+
+            def spent_in(rounds: int) -> dict[str, float]:
+                return phases.summed(phases.traced(lambda: program(*operands, np.int32(rounds))), kinds)
+
+            less, more = spent_in(few), spent_in(many)
+            return {name: (more[name] - less[name]) / (many - few) for name in less}
 
         spent = {}
         if apart:  # of the program itself the device's share, and by instruction of the other

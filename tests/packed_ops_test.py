@@ -255,10 +255,10 @@ def test_roles_without_quantized_weights_take_no_notice():
 
 def test_automatic_is_what_won():
     """At the weights it was measured with: 128 experts of Qwen3-30B-A3B, not its attention nor a small model."""
-    assert implementations.AUTOMATIC_ON_HOPPER is None and ops.choose_packed(None) is None
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementations, "on_hopper", lambda: False)
+        assert ops.choose_packed(None) is None and not ops.is_automatic((32768, 8192))
         patch.setattr(implementations, "on_hopper", lambda: True)
-        patch.setattr(implementations, "AUTOMATIC_ON_HOPPER", "fp4_mosaic")
         assert ops.choose_packed(None) is implementations.PACKED_IMPLEMENTATIONS["fp4_mosaic"]
         experts = [ops.is_automatic((48, 128, *matrix)) for matrix in ((1536, 2048), (2048, 768))]
         others = [ops.is_automatic(s) for s in ((48, 5120, 2048), (48, 16, 1536, 2048), (N, K), (4, 8, N, K))]
@@ -336,7 +336,6 @@ def test_an_automatic_choice_is_for_rollouts_of_what_it_can_read(monkeypatch):
     x, w = normal(M, K), normal(N, K, seed=1)
     nvfp4, fp8 = jax.jit(lambda w: (tensor.quantize(w, NVFP4, unit="expert"), tensor.quantize(w, FP8, unit="token")))(w)
     monkeypatch.setattr(implementations, "AUTOMATIC_ON_HOPPER", NAME)
-    assert ops.choose_packed(None) is None  # this is no Hopper GPU
     monkeypatch.setattr(implementations, "on_hopper", lambda: True)
     monkeypatch.setattr(implementations, "AUTOMATIC_WEIGHTS", N * K)
     leaves = ops.unpack({"a": nvfp4, "b": fp8}, "bfloat16")

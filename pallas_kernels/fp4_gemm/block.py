@@ -205,22 +205,19 @@ class FourBit:
         warpgroup's first, last step.
         """
         row, smem = self.row, self.smem
-        tiles = 1 if self.interpret else self.c.tiles  # decoded at once
-        for t in range(0, self.c.columns, tiles):
-            words = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2 * tiles)]
-            scales = smem["scales_smem"].at[slot, row, pl.ds(t, tiles)]
+        for t in range(self.c.columns):
+            words, scales = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, row, t]
             if self.interpret:
                 a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[lax.axis_index("wg")])
             else:
                 a = decode.in_registers(words, scales)
-            channels = pl.ds(TILE * t, TILE * tiles)
+            channels = pl.ds(TILE * t, TILE)
             self._take_turn(first if t == 0 else False)
             plgpu.wgmma(acc, a, smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
             if compensated:
                 plgpu.wgmma(acc, a, smem["r_smem"].at[slot, :, channels].transpose((1, 0)))
             self._pass_turn(last if t == self.c.columns - 1 else False)
-            # the tile before is done: its registers are free. Of two tiles at once there is one set of registers
-            plgpu.wgmma_wait(1 + compensated if tiles == 1 else 0)
+            plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
 
     def _take_turn(self, first: Any) -> None:
         """Waits until the warpgroup before has started its tile. first: of a warpgroup's tiles; one of them begins."""

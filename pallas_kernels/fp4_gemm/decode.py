@@ -45,25 +45,18 @@ _SCALES_PTX = f"""{{ .reg .b32 s, f; .reg .b16 low, high;
 
 
 def in_registers(words: Any, scales: Any) -> Array:
-    """Shared memory u32[2 T, 256], u16[T, 128] of T tiles -> bf16[64, 64 T] as the A operand of wgmma, times 2**-7."""
-    tiles = scales.shape[0]
-    packed = [compat.load(a, layout) for a, layout in zip((words, scales), _layouts(tiles), strict=True)]
-    return _decoder(tiles)(*packed)
-
-
-def _layouts(tiles: int) -> tuple[Any, Any]:
-    """Of words and scales: a thread's four words of a tile are a register, its two scales another."""
-    strided = plgpu.Layout.WG_STRIDED
-    return strided((2 * tiles, 256), vec_size=4), strided((tiles, 128), vec_size=1)
+    """Shared memory u32[2, 256] and u16[128] of a tile -> bf16[64, 64] as the A operand of wgmma, times 2**-7."""
+    words = compat.load(words, plgpu.Layout.WG_STRIDED((2, 256), vec_size=4))
+    return _decoder()(words, compat.load(scales, plgpu.Layout.WG_STRIDED((128,), vec_size=1)))
 
 
 @functools.cache
-def _decoder(tiles: int) -> Callable[..., Array]:
+def _decoder() -> Callable[..., Array]:
     ir, llvm, mosaic, vector = compat.ir, compat.llvm, compat.mosaic, compat.vector
 
     @plgpu.inline_mgpu(
-        arg_types=_layouts(tiles),
-        return_type=plgpu.ShapeDtypeStruct((TILE, TILE * tiles), jnp.bfloat16, plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WG_STRIDED((2, 256), vec_size=4), plgpu.Layout.WG_STRIDED((128,), vec_size=1)),
+        return_type=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, plgpu.Layout.WGMMA),
     )
     def decoder(_, words, scales):
         i32 = ir.IntegerType.get_signless(32)
@@ -75,12 +68,12 @@ def _decoder(tiles: int) -> Callable[..., Array]:
             got = llvm.inline_asm(kind, inputs, ptx, constraints)
             return [llvm.extractvalue(i32, got, [i]) for i in range(outputs)]
 
-        pairs = []
-        for four, both in zip(words.registers.flatten(), scales.registers.flatten(), strict=True):
-            scale = asm(_SCALES_PTX, [compat.arith.extui(i32, vector.extract(both, [], [0]))], 2)
-            of_tile = [vector.extract(four, [], [j]) for j in range(4)]
-            pairs += [pair for j in (0, 2) for pair in asm(_decode_ptx(), [*of_tile[j : j + 2], *scale], 8)]
-        shape = mosaic.WGMMA_LAYOUT.registers_shape((TILE, TILE * tiles))
+        [both] = scales.registers.flatten()
+        scale = asm(_SCALES_PTX, [compat.arith.extui(i32, vector.extract(both, [], [0]))], 2)
+        [four] = words.registers.flatten()
+        words = [vector.extract(four, [], [j]) for j in range(4)]
+        pairs = [pair for j in (0, 2) for pair in asm(_decode_ptx(), [*words[j : j + 2], *scale], 8)]
+        shape = mosaic.WGMMA_LAYOUT.registers_shape((TILE, TILE))
         registers = np.empty(shape, dtype=object)
         for i, index in enumerate(np.ndindex(*shape)):  # by eight columns, of each R0 before R1
             columns, row = divmod(i, 2)

@@ -13,7 +13,6 @@ _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
 EARLY_SCALES = 16  # tokens up to which registers allow to read a task's scales before its products
-TWO_TILES = 16  # tokens up to which they allow to decode two tiles at once
 MULTIPROCESSORS = 132  # of an H100 or H200
 CLUSTER = 8  # blocks that every GPU can run as a cluster
 
@@ -59,11 +58,6 @@ class Config:
     def cluster(self) -> int:
         """Blocks a cluster."""
         return self.splits if self.joined else self.shared
-
-    @property
-    def tiles(self) -> int:
-        """64-channel tiles of K that a warpgroup decodes at once: two save instructions, where registers allow."""
-        return 2 if self.tokens <= TWO_TILES and self.columns % 2 == 0 and not (self.turns or self.ahead) else 1
 
     def stage_bytes(self, compensated: bool) -> int:
         """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
