@@ -128,6 +128,15 @@ def summed(found: list[Kernel], phases: dict[str, str], parts: Parts = DECODE) -
     return total | {"busy": busy, "launches": float(len(found))}
 
 
+def by_kernel(found: list[Kernel]) -> dict[str, float]:
+    """"kernel/NAME" -> seconds and "runs/NAME" -> how many, of all that bear the name."""
+    total: dict[str, float] = collections.defaultdict(float)
+    for kernel in found:
+        total[f"kernel/{kernel.name}"] += kernel.seconds
+        total[f"runs/{kernel.name}"] += 1
+    return dict(total)
+
+
 def traced(run: Callable[[], Any]) -> list[Kernel]:
     """The kernels of one run, which is waited for."""
     with tempfile.TemporaryDirectory() as folder:

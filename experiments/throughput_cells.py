@@ -28,6 +28,7 @@ from quads_jax.random_weights import random_packed
 from quads_jax.rl.sampling import SamplingConfig
 
 Row = dict[str, Any]
+LEAST = 0.005  # of the device's time: kernels that take as much are named
 SIGMA = 1.0  # of the logarithm of response lengths
 
 
@@ -169,15 +170,18 @@ def _decode_cell(
             kinds, few, many = phases.instruction_phases(program.as_text()), decode_speed.FEW, decode_speed.MANY
 
             def spent_in(rounds: int) -> dict[str, float]:
-                return phases.summed(phases.traced(lambda: program(*operands, np.int32(rounds))), kinds)
+                found = phases.traced(lambda: program(*operands, np.int32(rounds)))
+                return phases.summed(found, kinds) | phases.by_kernel(found)
 
             less, more = spent_in(few), spent_in(many)
-            return {name: (more[name] - less[name]) / (many - few) for name in less}
+            return {name: (more[name] - less.get(name, 0.0)) / (many - few) for name in more}
 
-        spent = {}
-        if apart:  # of the program itself the device's share, and by instruction of the other
-            kept = {name: spent_by(programs["decode"])[name] for name in ("busy", "launches")}
-            spent = spent_by(programs["apart"]) | kept
+        spent, largest = {}, {}
+        if apart:  # of the program itself the device's share by kernel, and by instruction of the other
+            whole = spent_by(programs["decode"])
+            spent = spent_by(programs["apart"]) | {name: whole[name] for name in ("busy", "launches")}
+            long = [n for n, value in whole.items() if n.startswith("kernel/") and value >= LEAST * whole["busy"]]
+            largest = {name: whole[name] for n in long for name in (n, n.replace("kernel/", "runs/", 1))}
         active = model.experts * (1 - (1 - model.top_k / max(model.experts, 1)) ** batch)  # of a random router
         active = active if operands[-1] is None else float(active_experts(operands[-1], model.experts))
         parts = roofline.decode_bytes(model, precision, batch, context, active)
@@ -190,6 +194,7 @@ def _decode_cell(
             **({"launches": spent["launches"], "busy_seconds": spent["busy"]} if spent else {}),
             **({"gap_seconds": times.seconds - spent["busy"]} if spent else {}),
             **({f"seconds/{name}": spent[name] for name in (*phases.DECODE.names, "unattributed")} if spent else {}),
+            **largest,
         }
 
     @functools.cache

@@ -83,6 +83,7 @@ def markdown(rows: list[Row]) -> str:
         launches = f"{row['launches']:.0f}" if "launches" in row else ""
         cells = [f"{row['tokens_per_s']:,.1f}", *over, f"{1e3 * row['seconds']:.2f}", bound, launches, *parts]
         lines.append(f"{head} {' | '.join(cells)} |")
+    lines += _by_kernel(timed)
     if not any(row["kind"] == "batching" for row in rows):
         return "\n".join(lines) + "\n"
     lines += ["", "| recipe | slots | continuous, tokens/s | static | ratio | steps, static's, at least | lengths |"]
@@ -98,6 +99,21 @@ def markdown(rows: list[Row]) -> str:
             f"{row['ratio']:.2f} | {steps} | {lengths} of {row['requests']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _by_kernel(rows: list[Row]) -> list[str]:
+    """Of the cells that were traced, microseconds a step and runs of each kernel that takes long, the longest first."""
+    traced = [row for row in rows if any(name.startswith("kernel/") for name in row)]
+    if not traced:
+        return []
+    heads = [f"{r['recipe']}, batch {r['batch']}, context {r['context']}" for r in traced]
+    lines = ["", f"| kernel: us a step (runs) | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(traced)]
+    most = {name: max(r.get(name, 0.0) for r in traced) for r in traced for name in r if name.startswith("kernel/")}
+    for name in sorted(most, key=most.get, reverse=True):
+        runs = name.replace("kernel/", "runs/", 1)
+        cells = [f"{1e6 * r[name]:,.1f} ({r[runs]:.1f})" if name in r else "" for r in traced]
+        lines.append(f"| {name.partition('/')[2]} | {' | '.join(cells)} |")
+    return lines
 
 
 def _cell(row: Row) -> tuple:

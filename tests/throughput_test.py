@@ -208,3 +208,10 @@ def test_a_trace_by_phases():
     us = {name: 1e6 * value for name, value in spent.items() if value and name != "launches"}
     expected = {"quantize": 4, "expert GEMM": 8, "routing": 2, "dense GEMM": 1, "unattributed": 1, "busy": 14}
     assert us == pytest.approx(expected) and spent["launches"] == 4  # busy: 4 + 8 + 1 beyond it + 1
+    of_two = phases.by_kernel([*found, found[1]])
+    assert of_two["kernel/fp4_gemm"] == pytest.approx(16e-6) and of_two["runs/fp4_gemm"] == 2
+    row = {"kind": "decode", "recipe": "FP8", "batch": 2, "context": 8, "tokens_per_s": 4.0, "seconds": 0.5}
+    other = row | {"recipe": "NAIVE", "kernel/fp4_gemm": 2e-5, "runs/fp4_gemm": 3.0}
+    text = report.markdown([row | of_two, other, row | {"batch": 3}])
+    assert "| FP8, batch 2, context 8 | NAIVE, batch 2, context 8 |\n| --- | ---: | ---: |\n" in text
+    assert "| fp4_gemm | 16.0 (2.0) | 20.0 (3.0) |\n| fusion_3 | 4.0 (1.0) |  |\n" in text
