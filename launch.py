@@ -18,6 +18,7 @@ EXPERIMENTS = {
     "inspect": "experiments.inspect_model",
     "quantizer_speed": "experiments.quantizer_speed",
     "batch_shape": "experiments.batch_shape",
+    "engine_check": "experiments.engine_check",
     "throughput": "experiments.throughput",
     "step_time": "experiments.step_time",
     "generate": "experiments.generate",

@@ -102,8 +102,9 @@ def test_refused_with_the_reason_and_without_a_stack_trace(name, refusals):
 
 def test_list_names_every_experiment_with_its_question():
     lines = run("--list").stdout.splitlines()
-    names = "main train warm_start upcycle evaluate inspect quantizer_speed batch_shape throughput step_time generate"
-    assert [line.split()[0] for line in lines] == [*names.split(), "sweep", "paper", "export", "report", "replay"]
+    names = "main train warm_start upcycle evaluate inspect quantizer_speed batch_shape engine_check throughput"
+    more = "step_time generate sweep paper export report replay"
+    assert [line.split()[0] for line in lines] == [*names.split(), *more.split()]
     assert all(len(line.split()) > 5 for line in lines)
 
 
