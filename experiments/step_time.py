@@ -20,6 +20,7 @@ from experiments import step_time_report as report
 from experiments.step_time_cells import SETTINGS, Cell, Row, StepTimeConfig, cells
 from quads_jax import config_tree
 from quads_jax.checkpoints import read_json
+from quads_jax.config_checks import MAX_INT, MAX_SEED
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.implementations import check_device
 from quads_jax.metrics import duration
@@ -46,6 +47,10 @@ def check(cfg: StepTimeConfig) -> list[Cell]:
     for name in ("steps", "rounds"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if not 0 <= cfg.seed <= MAX_SEED:
+        raise ValueError(f"seed={cfg.seed} must be at least 0 and at most {MAX_SEED}")
+    if cfg.tokens > MAX_INT:
+        raise ValueError(f"tokens={cfg.tokens} must be at most {MAX_INT}")
     for name in ("variants", "trainers"):
         if len(set(getattr(cfg, name))) < len(getattr(cfg, name)):
             raise ValueError(f"{name}={','.join(getattr(cfg, name))} names one twice")

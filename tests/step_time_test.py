@@ -267,6 +267,8 @@ def test_what_quantizing_adds_is_judged_round_by_round():
         (dict(slots=4096, variants=("BF16+continuous",)), "slots=4096 exceeds the 1024 rows"),
         (dict(prompts=3), "does not divide into update.minibatches=2"),
         (dict(steps=0), "steps=0 must be at least 1"),
+        (dict(seed=-1, variants=()), "seed=-1 must be at least 0"),
+        (dict(tokens=2**40), "tokens=1099511627776 must be at most"),
         (dict(tokens=8), "tokens=8 must be at least"),
         (dict(trainers=("fp4_mosaic",)), "trainers: 'fp4_mosaic' is not one of"),
     ],
