@@ -201,8 +201,8 @@ class FourBit:
         }
 
     def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
-        """Starts the products of a stage; all but the last tile's are done on return. first, last: whether it is the
-        warpgroup's first, last step.
+        """Starts the products of a stage; all but the last tile's are done on return, of two tiles at once all. first,
+        last: whether it is the warpgroup's first, last step.
         """
         row, smem = self.row, self.smem
         tiles = 1 if self.interpret else self.c.tiles  # decoded at once
