@@ -74,10 +74,21 @@ def opened(cfg: StepTimeConfig) -> tuple[Path, list[Row]]:
                     f"{folder} was measured with another config: give the same --set, or another --workdir"
                 )
             kept = folder / ROWS
-            return folder, [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+            return folder, _rows(kept) if kept.exists() else []
     folder = common.new_folder("step_time")
     (folder / "config.json").write_text(json.dumps(said, indent=1) + "\n")
     return folder, []
+
+
+def _rows(file: Path) -> list[Row]:
+    """Raises ValueError naming a damaged line, such as the last one of a process that was killed."""
+    found = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}:{number} is damaged ({error}): remove the line, to measure it again") from error
+    return found
 
 
 class Ready:
