@@ -11,6 +11,7 @@ from quads_jax.checkpoints import load_weights
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.generation import GenerateConfig, check_generate, generate, read_prompts, tokenizer_of
 from quads_jax.importing import rollout_reads
+from quads_jax.step import check_roles
 
 SHOWN = 3
 
@@ -26,6 +27,7 @@ def run() -> None:
         return
     with common.usage_errors():
         params, model, meta = load_weights(config.init)
+        check_roles(config.recipe.roles, model)
         tokenizer = tokenizer_of(config, model)
         workdir = common.new_folder("generate")
     if said := rollout_reads(meta, config.recipe.resolve().rollout):

@@ -20,6 +20,7 @@ from experiments import step_time_report as report
 from experiments.step_time_cells import SETTINGS, Cell, Row, StepTimeConfig, cells
 from quads_jax import config_tree
 from quads_jax.checkpoints import read_json
+from quads_jax.config_checks import MAX_INT, MAX_SEED
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.implementations import check_device
 from quads_jax.metrics import duration
@@ -46,6 +47,10 @@ def check(cfg: StepTimeConfig) -> list[Cell]:
     for name in ("steps", "rounds"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if not 0 <= cfg.seed <= MAX_SEED:
+        raise ValueError(f"seed={cfg.seed} must be at least 0 and at most {MAX_SEED}")
+    if cfg.tokens > MAX_INT:
+        raise ValueError(f"tokens={cfg.tokens} must be at most {MAX_INT}")
     for name in ("variants", "trainers"):
         if len(set(getattr(cfg, name))) < len(getattr(cfg, name)):
             raise ValueError(f"{name}={','.join(getattr(cfg, name))} names one twice")
@@ -69,10 +74,21 @@ def opened(cfg: StepTimeConfig) -> tuple[Path, list[Row]]:
                     f"{folder} was measured with another config: give the same --set, or another --workdir"
                 )
             kept = folder / ROWS
-            return folder, [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+            return folder, _rows(kept) if kept.exists() else []
     folder = common.new_folder("step_time")
     (folder / "config.json").write_text(json.dumps(said, indent=1) + "\n")
     return folder, []
+
+
+def _rows(file: Path) -> list[Row]:
+    """Raises ValueError naming a damaged line, such as the last one of a process that was killed."""
+    found = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}:{number} is damaged ({error}): remove the line, to measure it again") from error
+    return found
 
 
 class Ready:

@@ -22,6 +22,7 @@ from experiments.throughput_cells import Cell, Row, ThroughputConfig, cells
 from quads_jax import config_tree
 from quads_jax.attention import IMPLEMENTATIONS
 from quads_jax.config import WarmStartConfig, parse_recipe
+from quads_jax.config_checks import MAX_SEED
 from quads_jax.device import OutOfMemory, memory_phase
 from quads_jax.metrics import duration
 from quads_jax.models.config import ModelConfig
@@ -71,7 +72,12 @@ def check(cfg: ThroughputConfig) -> ModelConfig:
         recipe = parse_recipe(text).resolve()
         if text in cfg.tail_recipes:
             check_engine(recipe.rollout, cfg.tail_slots, 1)
-    sizes = {name: getattr(cfg, name) for name in ("tail_prompt", "tail_mean", "tail_repeats")}
+    for text in cfg.wide_recipes:
+        parse_recipe(text).resolve()
+    if not 0 <= cfg.seed <= MAX_SEED:
+        raise ValueError(f"seed={cfg.seed} must be at least 0 and at most {MAX_SEED}")
+    tail = ("tail_slots", "tail_requests", "tail_prompt", "tail_mean", "tail_repeats")
+    sizes = {name: getattr(cfg, name) for name in tail}
     for name in ("batches", "contexts", "wide_batches", "wide_contexts"):
         sizes[name] = min(getattr(cfg, name), default=1)
     for name, value in sizes.items():

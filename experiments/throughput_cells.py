@@ -22,7 +22,7 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_cache
 from quads_jax.pack import packed_bytes
 from quads_jax.precision import Precision
-from quads_jax.programs import engine_program
+from quads_jax.programs import engine_program, read_orders
 from quads_jax.quant.formats import NVFP4
 from quads_jax.random_weights import random_packed
 from quads_jax.rl.sampling import SamplingConfig
@@ -117,7 +117,7 @@ def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision
             found += [_prefill_cell(about | {"kind": "prefill", "context": c}, **common_to) for c in cfg.contexts]
         if text in cfg.tail_recipes:
             what = about | {"kind": "batching", "batch": cfg.tail_slots}
-            found.append(Cell(what, {}, functools.partial(_batching, cfg, model, precision)))
+            found.append(_batching_cell(what, **common_to))
         yield precision, found
     if cfg.kernels and "FP8" in cfg.recipes:
         batches = dict.fromkeys(batch for batch, _ in _sizes(cfg, "FP8"))
@@ -276,33 +276,49 @@ def _attention_cell(cfg: ThroughputConfig, model: ModelConfig, name: str, batch:
     return Cell(what | {"batch": batch, "context": context}, {"attention": program}, measure)
 
 
-def _batching(cfg: ThroughputConfig, model: ModelConfig, precision: Precision, _: dict, weights: tuple) -> Row:
+def _batching_cell(
+    what: Row, *, cfg: ThroughputConfig, model: ModelConfig, precision: Precision, shapes: Callable
+) -> Cell:
     """Useful tokens a second of one queue, and of the same requests in batches of tail_slots, each to its longest."""
+    fixed = model, precision, SamplingConfig(max_new_tokens=cfg.tail_max, stop_ids=()), 0
+
+    def program(rows: int) -> Any:
+        tokens, lengths = np.zeros((rows, cfg.tail_prompt), np.int32), np.ones(rows, np.int32)
+        args = tokens, tokens == 0, jax.random.key(cfg.seed), jnp.int32(0), lengths
+        return engine_program(*fixed, tokens.shape, 1, cfg.tail_slots).lower(*shapes(), *args)
+
+    rows = {"continuous": cfg.tail_requests, "static": cfg.tail_slots}
+    programs = {name: functools.partial(program, n) for name, n in rows.items()}
+    return Cell(what, programs, functools.partial(_batching, cfg, model, precision, rows))
+
+
+def _batching(
+    cfg: ThroughputConfig,
+    model: ModelConfig,
+    precision: Precision,
+    rows_of: dict[str, int],
+    programs: dict[str, Any],
+    weights: tuple,
+) -> Row:
     slots, n, width = cfg.tail_slots, cfg.tail_requests, cfg.tail_prompt
     lengths = tail_lengths(n, cfg.tail_mean, cfg.tail_max, cfg.seed)
     tokens = np.random.default_rng(cfg.seed).integers(0, model.vocab_size, (n, width)).astype(np.int32)
-    fixed = model, precision, SamplingConfig(max_new_tokens=cfg.tail_max, stop_ids=()), 0
     taken: dict[str, list[float]] = {"continuous": [], "static": []}
-    steps = {}
-    both = {
-        name: (engine_program(*fixed, (rows, width), 1, slots), rows)
-        for name, rows in (("continuous", n), ("static", slots))
-    }
+    steps, (packed, quant) = {}, weights
 
     def run(name: str, lengths: np.ndarray) -> int:
-        program, rows = both[name]
-        decoded = 0
+        rows, decoded = rows_of[name], 0
         for first in range(0, n, rows):
             at = slice(first, first + rows)
             args = tokens[at], np.ones((rows, width), bool), jax.random.key(cfg.seed), jnp.int32(0), lengths[at]
-            batch, usage = program(*weights, *args)
+            batch, usage = programs[name](packed, read_orders(quant, precision), *args)
             decoded += int(usage.decode_steps)
             if (found := int(batch.mask.sum())) != int(lengths[at].sum()):
                 raise RuntimeError(f"{name}: {found} tokens were sampled instead of {int(lengths[at].sum())}")
         return decoded
 
     for name in taken:
-        run(name, np.ones_like(lengths))  # compiles
+        run(name, np.ones_like(lengths))  # loads the program
     for _ in range(cfg.tail_repeats):
         for name in taken:
             start = time.perf_counter()

@@ -247,7 +247,7 @@ def quantized(
     """(activations [M, K] of x [..., K], what `grouped_project` of `w` takes of them with `source`): twice the same, or
     the latter quantized by the kernel that makes the former, where the implementation has one.
     """
-    if packed_ops.reads_packed(w, p.weight, dtype, implementation) and packed_ops.fuses(x, p, implementation):
+    if takes_source(w, p, dtype, implementation) and packed_ops.fuses(x, p, implementation):
         return packed_ops.quantized(p, implementation, None, x, order)
     x = flat(value(x))
     return x, x

@@ -60,12 +60,7 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
     vocab = cfg.task.tokenizer.vocab_size
     if not cfg.task.tokenizer.fits(model.vocab_size):
         raise ValueError(f"the model of init={cfg.init!r} has {model.vocab_size} ids, task {cfg.task.name} has {vocab}")
-    absent = [role for role in cfg.recipe.roles if role not in DEFAULT_ROLES and role not in model_roles(model)]
-    if absent or not set(cfg.recipe.roles) & model_roles(model):
-        raise ValueError(
-            f"recipe.roles={','.join(cfg.recipe.roles)}: the model has no layer of role "
-            f"{(absent or cfg.recipe.roles)[0]}; it has {', '.join(sorted(model_roles(model)))}"
-        )
+    check_roles(cfg.recipe.roles, model)
     if cfg.update.routing_replay and not moe_layers(model):
         raise ValueError(
             f"update.routing_replay=True has no effect: the model of init={cfg.init!r} has no MoE layer; leave it off"
@@ -74,6 +69,17 @@ def setup(cfg: TrainConfig, model: ModelConfig) -> Setup:
 
 
 @functools.cache
+def check_roles(roles: tuple[str, ...], model: ModelConfig) -> None:
+    """Raises ValueError where a model has no layer of any of a recipe's roles, or of one that is no default."""
+    has = model_roles(model)
+    absent = [role for role in roles if role not in DEFAULT_ROLES and role not in has]
+    if absent or not set(roles) & has:
+        raise ValueError(
+            f"recipe.roles={','.join(roles)}: the model has no layer of role {(absent or roles)[0]}; it has "
+            f"{', '.join(sorted(has))}"
+        )
+
+
 def model_roles(model: ModelConfig) -> frozenset[str]:
     """The layer roles that a model has weights of."""
     abstract = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))

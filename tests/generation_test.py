@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import app
+from absl.testing import flagsaver
 
+from experiments import common
+from experiments import generate as generate_job
 from quads_jax.checkpoints import load_weights, save_weights
 from quads_jax.config import RecipeConfig, TrainConfig
 from quads_jax.config_tree import to_json
@@ -136,6 +140,15 @@ def params_of(model):
 def test_bad_settings_are_refused(cfg, change, message):
     with pytest.raises(ValueError, match=message):
         check_generate(dataclasses.replace(cfg, **change))
+
+
+def test_a_role_that_the_model_lacks_is_refused(tmp_path):
+    file = lines(tmp_path / "prompts.jsonl", {"prompt": "1+1="})
+    common.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(set=[f"prompts={file}", "recipe.roles=head"], workdir=str(tmp_path / "run")):
+        with pytest.raises(app.UsageError, match="recipe.roles=head: the model has no layer of role head; it has att"):
+            generate_job.run()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("entry", [{"text": "1+1="}, {"prompt": 3}, {"prompt": ""}, ["1+1="]])

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm.blocked import block_groups
 from pallas_kernels.routing import gather, logits, pallas_triton, prove
 from quads_jax import implementations, ops
 from quads_jax.models.layers import STACKS
-from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route
+from quads_jax.models.moe import LEAST_TOTAL, MoE, dispatch_of, route, routed
 from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED
 from quads_jax.precision import Precision
 from tests import tiny
@@ -111,6 +111,22 @@ def test_partial_logits_refused():
         logits.partial_logits(x.astype(jnp.float32), w, jnp.int32(0), parts=1)
     with pytest.raises(ValueError, match="parts=5 of D=32 channels: pass a divisor"):
         logits.partial_logits(x, w, jnp.int32(0), parts=5)
+
+
+@pytest.mark.parametrize("m, parts", [(1, 32), (3, 32), (16, 32), (64, 8), (600, 1)])
+def test_parts_of_a_router(m, parts, monkeypatch):
+    """A program adds up its 16 tokens' parts, each loaded by code of its own: 512 rows of logits, not 512 parts."""
+    given = []
+
+    def asked(x, w, layer, *, parts):
+        given.append(parts)
+        return jnp.zeros((parts, x.shape[0], 8))
+
+    stand_in = implementations.Routing(asked, functools.partial(pallas_triton.route, interpret=True))
+    monkeypatch.setitem(implementations.ROUTING, "triton", lambda: stand_in)
+    w = ops.Stacked(jnp.zeros((1, 8, 2048)), jnp.int32(0))
+    jax.eval_shape(lambda x: routed(x, w, tiny.MODEL, None, "triton"), jnp.zeros((m, 2048), jnp.bfloat16))
+    assert given == [parts]
 
 
 SOME = prove.sources(24, 5)

@@ -15,6 +15,7 @@ from experiments import step_time_cells as cells
 from experiments import step_time_report as report
 from quads_jax import programs
 from quads_jax.config import RecipeConfig
+from quads_jax.config_tree import to_json
 from quads_jax.models.config import ModelConfig
 from quads_jax.tasks.chain_sum import ChainSum
 
@@ -120,6 +121,15 @@ def test_a_measurement_is_continued(measured, monkeypatch):
     late = cells.Cell({"kind": "step", "variant": "QAT"}, (), lambda: ({}, None))
     [row] = step_time.measure([late], rows[1:], 0.0, None)  # not kept
     assert row["failed"] == "not run: budget_seconds=0 is used up"
+
+
+def test_a_damaged_row_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_json(CONFIG)))
+    (tmp_path / step_time.ROWS).write_text('{"kind": "step"}\n{"kind": "st')
+    common.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(workdir=str(tmp_path), resume=True):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:2 is damaged \(Unterminated .*: remove the line"):
+            step_time.opened(CONFIG)
 
 
 def test_instructions_of_the_update_by_part(measured):
@@ -267,6 +277,8 @@ def test_what_quantizing_adds_is_judged_round_by_round():
         (dict(slots=4096, variants=("BF16+continuous",)), "slots=4096 exceeds the 1024 rows"),
         (dict(prompts=3), "does not divide into update.minibatches=2"),
         (dict(steps=0), "steps=0 must be at least 1"),
+        (dict(seed=-1, variants=()), "seed=-1 must be at least 0"),
+        (dict(tokens=2**40), "tokens=1099511627776 must be at most"),
         (dict(tokens=8), "tokens=8 must be at least"),
         (dict(trainers=("fp4_mosaic",)), "trainers: 'fp4_mosaic' is not one of"),
     ],

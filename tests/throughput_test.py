@@ -105,6 +105,11 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
         (dict(recipes=(), tail_recipes=()), "recipes and tail_recipes are empty"),
         (dict(layers=49), "layers=49 must be at most 48"),
         (dict(contexts=(0,)), "contexts=0 must be at least 1"),
+        (dict(tail_slots=0, tail_recipes=()), "tail_slots=0 must be at least 1"),
+        (dict(tail_requests=0), "tail_requests=0 must be at least 1"),
+        (dict(tail_requests=-64), "tail_requests=-64 must be at least 1"),
+        (dict(seed=-1), "seed=-1 must be at least 0"),
+        (dict(wide_recipes=("FP9",)), "unknown recipe 'FP9'"),
         (dict(tail_requests=100), "tail_requests=100 must be a multiple of tail_slots=64"),
         (dict(tail_recipes=("QUADS:0.5:online",)), "policy online chooses"),
         (dict(recipes=("QUADS:x",)), "must be NAME"),
@@ -115,6 +120,23 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         throughput.check(dataclasses.replace(throughput.ThroughputConfig(), **change))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the kernels run")
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_queue_that_does_not_compile_is_the_cells_failure(kernels, monkeypatch):
+    """Also where both programs are one: as many requests as slots."""
+    cfg = throughput.ThroughputConfig(
+        recipes=(), kernels=kernels, tail_slots=2, tail_requests=2, tail_prompt=4, tail_max=3, tail_mean=2
+    )
+    [(_, [cell])] = throughput_cells.cells(cfg, MODEL)
+    if not kernels:
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda program: program)
+    [found] = throughput.compiled([cell])
+    assert list(found) == ["continuous", "static"]
+    for future in found.values():
+        assert kernels == (future.exception() is not None)
+        assert not kernels or "runs on GPUs of compute capability 9" in str(future.exception())
 
 
 def test_cells_go_recipe_by_recipe():

@@ -131,7 +131,7 @@ def _kernel(layer_ref, slot_ref, position_ref, frequency_ref, qkv_ref, *refs, si
 
     at = layer_ref[0], slot_ref[i]
     parts = (q_ref, (), 0, h), (caches[0], at, h, g), (caches[1], at, h + g, g)
-    loaded = [part(first, n) for _, _, first, n in parts]  # all before the first store, which no load may pass
+    loaded = [part(first, n) for _, _, first, n in parts]  # before the first store, which no load may pass
     for part_of, (ref, index, _, n), (x, load, store) in zip("qkv", parts, loaded, strict=True):
         if part_of != "v":
             x = rotated(normalized(x, load, norm_refs["qk".index(part_of)], n) if normed else x)

@@ -18,6 +18,7 @@ from quads_jax.precision import Precision
 Array = jax.Array
 MOST_COMPARED = 2048  # (token, choice) pairs whose ranks come from comparing all with all
 ROUTER_ROWS = 512  # of logits, that one program reads fast: fewer tokens are parts of sums, which no launch adds then
+ROUTER_TOKENS = 16  # of a program: with fewer, more parts would only be more code, 512 of them minutes of compilation
 LEAST_TOTAL = 2.0**-60  # of replayed choices' probabilities, which may all be 0; its square, of the gradient, is not
 
 
@@ -94,7 +95,8 @@ def routed(
     """`route`, and `dispatch_of` in blocks of packed products, by one kernel of `ops.ROUTING`, up to the order of sums.
     Load statistics alone read the probabilities, and gradients the pairs: a step that wants none leaves them out.
     """
-    n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // x.shape[0], 1).bit_length() - 1)
+    rows = max(x.shape[0], ROUTER_TOKENS)
+    n = math.gcd(x.shape[1], 1 << max(ROUTER_ROWS // rows, 1).bit_length() - 1)
     parts = ops.partial_logits(x, w, n, implementation)
     r, block = ops.routed(parts, w.layer, replayed, c.top_k, LEAST_TOTAL if c.renormalize else None, implementation)
     pair = jnp.zeros_like(r.token).at[r.slot].set(jnp.arange(r.slot.size, dtype=jnp.int32), unique_indices=True)
