@@ -23,6 +23,8 @@ from quads_jax.train import train
 from tests.resume_process import config, digest, rows
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 QUADS = RecipeConfig(name="QUADS")
 
 

@@ -14,6 +14,8 @@ from quads_jax.models.layers import frequencies, rotary
 from quads_jax.precision import Precision
 from tests.tiny import MODEL, params
 
+pytestmark = pytest.mark.quick
+
 GPU = jax.default_backend() == "gpu"
 kernel = jax.jit(functools.partial(pallas_triton.attend, interpret=not GPU))
 SHAPES = {  # B, H, G, d, S, L: parts of the slots

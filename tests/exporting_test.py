@@ -26,6 +26,8 @@ from quads_jax.tasks.tokenizer import CharTokenizer, hub_files
 from tests import tiny
 from tests.pack_test import random_params
 
+pytestmark = pytest.mark.quick
+
 WEIGHTS = weights_only(recipe("NAIVE").rollout)
 EXPERTS_OF_8 = dataclasses.replace(tiny.MODEL, layers=1, experts=8, top_k=1)
 
@@ -233,7 +235,7 @@ def test_weights_of_permuted_channels_are_not_exported_as_others():
 
 
 def test_broken_weights_are_not_exported(tmp_path):
-    params = jax.tree.map(np.array, tiny.params())
+    params = jax.tree.map(np.array, random_params(tiny.MODEL))
     params["embedding"][0, 0] = np.nan
     save_weights(tmp_path / "weights.msgpack", params, tiny.MODEL, {})
     for cfg in (ExportConfig(), ExportConfig(format="modelopt", rows=4)):

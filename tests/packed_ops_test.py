@@ -18,6 +18,8 @@ from quads_jax.quant.formats import FP8, NVFP4
 from quads_jax.quant.residual import compensate
 from tests.ops_test import SIZES, W4A4, W4A16, K, M, N, as_read, normal, random_orders, relative, with_residual
 
+pytestmark = pytest.mark.quick
+
 NAME = "fp4_reference"
 PRECISIONS = {
     "W4A16": W4A16,

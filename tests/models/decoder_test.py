@@ -16,6 +16,8 @@ from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder, balance_loss, init_cache, init_params, logical_axes, parameter_count
 from quads_jax.precision import Precision
 
+pytestmark = pytest.mark.quick
+
 CFG = ModelConfig(
     vocab_size=61, d_model=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_mlp=48, experts=4, top_k=2, d_expert=16,
     d_shared=16, shared_gate=True, dense_layers=(0,), tied_head=False, qk_norm="projection", qkv_bias=True,

@@ -25,6 +25,8 @@ from quads_jax.precision import Precision
 from tests import memory_process
 from tests.models.numpy_decoder import logits_and_routes
 
+pytestmark = pytest.mark.quick
+
 FLOAT32 = Precision(dtype="float32")
 V, T, PROMPT = 19, 7, 4
 COMMON = {

@@ -12,6 +12,8 @@ from quads_jax.models.decoder import balance_loss
 from quads_jax.models.moe import MoE, dispatch_of, route, to_experts, to_tokens
 from quads_jax.precision import Precision
 
+pytestmark = pytest.mark.quick
+
 FLOAT32 = Precision(dtype="float32")
 B, T, D, E, F = 2, 9, 16, 5, 8
 

@@ -15,6 +15,8 @@ from quads_jax.rl.rollout import rollout, score
 from quads_jax.rl.sampling import SamplingConfig
 from tests.tiny import MODEL, TASK, params
 
+pytestmark = pytest.mark.quick
+
 PARAMS = params()
 ROWS, NEW = 16, 6
 PROMPTS, VALID, _ = TASK.prompts(0, "train", 0, ROWS)
