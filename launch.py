@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown argument {argv[1]!r}; flags start with --, e.g. --experiment=train")
     if _LIST.value:
         for name, module in EXPERIMENTS.items():
-            print(f"{name:12s} {importlib.import_module(module).__doc__.splitlines()[0]}")
+            print(f"{name:15s} {importlib.import_module(module).__doc__.splitlines()[0]}")
         return
     if _EXPERIMENT.value not in EXPERIMENTS:
         raise app.UsageError(f"unknown experiment {_EXPERIMENT.value!r}; experiments are {', '.join(EXPERIMENTS)}")

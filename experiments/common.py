@@ -254,6 +254,12 @@ def command(experiment: str) -> str:
     )
 
 
+def end_if_failed(rows: list[dict[str, Any]]) -> None:
+    """Ends the process with an error if a row says that it failed, when all are written."""
+    if failed := sum("failed" in row for row in rows):
+        sys.exit(f"{failed} of {len(rows)} measurements failed, as their rows say")
+
+
 def first_line(error: BaseException | None) -> str:
     """What an error says, short enough for a table."""
     return str(error).partition("\n")[0][:300]

@@ -23,6 +23,7 @@ from experiments import common
 from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import SHIPPED_TASK, TrainConfig, parse_recipe
+from quads_jax.device import on_hopper
 from quads_jax.pack import pack
 from quads_jax.programs import engine_program
 from quads_jax.quant.formats import NVFP4
@@ -110,6 +111,9 @@ def run() -> None:
     with common.usage_errors():
         if cfg.prompts < 2 or min(cfg.group, cfg.slots) < 1:
             raise ValueError(f"prompts={cfg.prompts}, group={cfg.group}, slots={cfg.slots}: set at least 2, 1 and 1")
+        if cfg.kernels and not on_hopper():
+            kind = jax.devices()[0].device_kind
+            raise ValueError(f"kernels=True needs a GPU of compute capability 9, this is {kind}: leave it out")
         configs = [TrainConfig(init=cfg.init, task=cfg.task, recipe=parse_recipe(name)) for name in cfg.recipes]
         for config in configs:
             setup(config, load_weights(cfg.init)[1])

@@ -2,9 +2,9 @@
 
     python -m experiments.speed --out FOLDER [--seconds N] [--only TEXT] [--list]
 
-Every command prints to FOLDER/NAME.log and writes to FOLDER/NAME/. A command that ended well is not run again, so
-a call that was interrupted goes on when it is repeated. Times are only started while --seconds allow, and none if a
-proof failed: what is wrong is not measured.
+A command prints to FOLDER/NAME.log and writes to FOLDER/NAME/, if it does. One that ended well is not run again, so a
+call that was interrupted goes on when it is repeated; what did not end well starts afresh. Times are only started while
+--seconds allow, and none if a proof failed: what is wrong is not measured.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ TESTS = "tests/decode_attention_test.py tests/routing_test.py"
 
 
 class Command(NamedTuple):
-    """arguments: of Python; {out} is the command's folder. seconds: more than it takes on an H200."""
+    """arguments: of Python; {out} is the command's folder, {grouped} that of this name. seconds: more than it takes on
+    an H200.
+    """
 
     name: str
     arguments: str
@@ -65,7 +68,7 @@ TIMES = (
     Command("batching", f"{STEPS} --set=model=olmoe-1b-7b --set=recipes= --set=tail_recipes=QUADS:0.5"),
     Command("step_time", "launch.py --experiment=step_time --workdir={out}", 400),
     bench("grouped", "grouped_fp4_gemm", "Qwen3"),
-    Command("grouped_torch", "-m pallas_kernels.grouped_fp4_gemm.peer_torch --only=Qwen3 --out {out}"),
+    Command("grouped_torch", "-m pallas_kernels.grouped_fp4_gemm.peer_torch --only=Qwen3 --out {grouped}"),
     bench("grouped_olmoe", "grouped_fp4_gemm", "OLMoE"),
     bench("trainer", "grouped_gemm", ""),
     bench("quantize", "quantize_residual", ""),
@@ -76,9 +79,14 @@ TIMES = (
 )
 
 
+def filled(command: Command, out: Path) -> str:
+    return command.arguments.replace("{out}", str(out / command.name)).replace("{grouped}", str(out / "grouped"))
+
+
 def started(command: Command, out: Path, share: float | None) -> subprocess.Popen:
-    """The command's process; share: of the device's memory."""
-    arguments = [word.replace("{out}", str(out / command.name)) for word in shlex.split(command.arguments)]
+    """The command's process; share: of the device's memory. What an interrupted one left is removed."""
+    shutil.rmtree(out / command.name, ignore_errors=True)
+    arguments = shlex.split(filled(command, out))
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     if share is not None:
         environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(share)}
@@ -114,7 +122,7 @@ def main() -> None:
         parser.error(f"--only={args.only!r} leaves no command: {', '.join(c.name for c in (*PROOFS, *TIMES))}")
     if args.list:
         for command in (*proofs, *times):
-            print(f"{command.name:24s} python {command.arguments.replace('{out}', str(args.out / command.name))}")
+            print(f"{command.name:24s} python {filled(command, args.out)}")
         return
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
@@ -122,13 +130,17 @@ def main() -> None:
     running = [(c, started(c, args.out, 0.8 / len(open_))) for c in open_]
     if not all([waited_for(c, process, args.out, begin) for c, process in running]):
         sys.exit("a proof failed: nothing is measured")
+    failed = []
     for command in times:
         if (args.out / f"{command.name}.done").exists():
             continue
         if time.perf_counter() - begin > args.seconds:
             print(f"{command.name:24s} not started: --seconds={args.seconds:g} are over", flush=True)
             continue
-        waited_for(command, started(command, args.out, None), args.out, time.perf_counter())
+        if not waited_for(command, started(command, args.out, None), args.out, time.perf_counter()):
+            failed.append(command.name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

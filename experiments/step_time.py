@@ -1,5 +1,6 @@
-"""Where the time of an RL step goes: by phase and by part of each program, under recipes, GEMMs and engines; and what
-fake quantization adds to a training step alone.
+"""Where the time of an RL step goes: by phase and part of a program, under recipes, GEMMs and engines.
+
+Also what fake quantization adds to a training step alone.
 
 All programs are compiled first, several at a time. A variant's steps are those of a run (`step.rl_step`); then each of
 its programs is traced once. Every row is kept as soon as it is measured, and --resume measures only those that are not.
@@ -180,6 +181,7 @@ def run() -> None:
     (workdir / "README.md").write_text(f"{head}\n\n{table}\n{picture}\n")
     report.draw(rows, workdir / "step_time.png")
     print(f"{table}\nalso in {workdir}")
+    common.end_if_failed(rows)
 
 
 if __name__ == "__main__":

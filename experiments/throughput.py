@@ -171,6 +171,7 @@ def run() -> None:
     (workdir / "README.md").write_text(f"# Throughput\n\n`{source['command']}`\n\n{about}\n\n{table}\n{picture}\n")
     report.draw(rows, workdir / "throughput.png")
     print(table + f"\nalso in {workdir}")
+    common.end_if_failed(rows)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def main(
     sanitized: tuple[str, ...] = (),
 ) -> None:
     """The command line of `module`. make(prove, bench) lists the jobs, the telling ones first; report(folder, rows)
-    prints and draws what proofs alone do not say. sanitized: names of the proofs that --sanitize runs.
+    prints and draws what proofs alone do not say. sanitized: names of the proofs that --sanitize runs. Ends the process
+    with an error if a job failed, or a proof was not reached.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prove", action="store_true", help="check exact results")
@@ -64,8 +65,13 @@ def main(
         device = jax.devices()[0]
         print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
         return run_jobs(todo, args.child)
-    drive(module, args, todo)
-    return show(args.out, report)
+    reached = drive(module, args, todo)
+    show(args.out, report)
+    rows = [json.loads(line) for line in (args.out / "rows.jsonl").read_text().splitlines()]
+    failed = sum(not row.get("ok", True) for row in rows)
+    unproven = sum("prove" in about or "sanitize" in about for about, _ in todo[reached:])
+    if failed or unproven:
+        sys.exit(f"{failed} jobs failed, {unproven} proofs were not reached")
 
 
 def run_jobs(todo: list[Job], start: int) -> None:
@@ -98,8 +104,8 @@ def _hung(i: int, about: Row, seconds: float) -> None:
     os._exit(3)
 
 
-def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> None:
-    """In the parent: children until all jobs are done or the time is up."""
+def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
+    """In the parent: children until all jobs are done or the time is up. How many are done."""
     args.out.mkdir(parents=True, exist_ok=True)
     end, start = time.monotonic() + args.seconds, 0
     chosen = ["--prove" * args.prove, "--bench" * args.bench, "--sanitize" * args.sanitize]
@@ -129,6 +135,7 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> None:
                 start = running + 1
     if start < len(todo):
         print(f"time is up after {start} of {len(todo)} jobs: --only=TEXT picks some, --seconds gives more time")
+    return start
 
 
 def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:

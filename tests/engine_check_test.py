@@ -74,8 +74,14 @@ def test_a_floor_is_the_distance_of_log_probs(tmp_path):
     np.testing.assert_allclose(sampler.floor(tokens, logp + 1, mask, valid), np.ones(mask.sum()), atol=1e-4)
 
 
-def test_sizes_that_cannot_be_are_refused():
-    with flagsaver.flagsaver():
-        common.FLAGS(["test", "--set=prompts=1"])
-        with pytest.raises(app.UsageError, match="prompts=1, group=4, slots=32: set at least 2"):
-            engine_check.run()
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("prompts=1", "prompts=1, group=4, slots=32: set at least 2"),
+        ("kernels=true", "kernels=True needs a GPU of compute capability 9, this is cpu"),
+    ],
+)
+def test_what_cannot_be_is_refused(flag, message):
+    with flagsaver.flagsaver(), pytest.raises(app.UsageError, match=message):
+        common.FLAGS(["test", f"--set={flag}"])
+        engine_check.run()

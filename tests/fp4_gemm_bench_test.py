@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -139,3 +140,26 @@ def test_a_failing_job_is_a_row(capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
     assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"prove": "a", "ok": True}, {"prove": "b", "ok": True}], None),  # a measurement that was not reached is none
+        ([{"prove": "a", "ok": True}, {"prove": "b", "ok": False}], "1 jobs failed, 0 proofs were not reached"),
+        ([{"prove": "a", "ok": True}], "0 jobs failed, 1 proofs were not reached"),
+    ],
+)
+def test_a_failed_job_or_a_proof_not_reached_ends_with_an_error(rows, message, tmp_path, monkeypatch):
+    def drive(module, args, todo):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return len(rows)
+
+    monkeypatch.setattr(jobs, "drive", drive)
+    monkeypatch.setattr(sys, "argv", ["bench", "--prove", "--bench", f"--out={tmp_path}"])
+    todo = [({"prove": "a"}, None), ({"prove": "b"}, None), ({"what": "c"}, None)]
+    call = functools.partial(jobs.main, "kernel.bench", "doc", lambda *_: todo, lambda *_: None)
+    if message is None:
+        return call()
+    with pytest.raises(SystemExit, match=message):
+        call()

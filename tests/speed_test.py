@@ -34,6 +34,9 @@ def said(capsys, monkeypatch, folder, *flags, proofs, times):
     monkeypatch.setattr(speed, "TIMES", times)
     monkeypatch.setattr(sys, "argv", ["speed", f"--out={folder}", *flags])
     speed.main()
+
+
+def lines_of(capsys):
     return [" ".join(line.split()[:1] + line.split()[3:5]) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -42,13 +45,18 @@ def test_what_ended_well_is_not_run_again(tmp_path, monkeypatch, capsys):
     add = Command("add", f"-c \"open('{count}', 'a').write('x'); print('said')\"")
     bad, slow = Command("bad", '-c "exit(3)"'), Command("slow", '-c "import time; time.sleep(60)"', 1)
     run = {"proofs": (Command("proof", "-c 0"),), "times": (bad, add, slow)}
-    lines = said(capsys, monkeypatch, tmp_path / "out", **run)
-    assert lines == ["proof ended well", "bad failed: 3", "add ended well", "slow failed: stopped"]
+    left = tmp_path / "out" / "add" / "of an interrupted call"
+    left.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="failed: bad, slow"):
+        said(capsys, monkeypatch, tmp_path / "out", **run)
+    assert lines_of(capsys) == ["proof ended well", "bad failed: 3", "add ended well", "slow failed: stopped"]
+    assert not left.exists()
     assert (tmp_path / "out" / "add.log").read_text() == "said\n"
-    again = said(capsys, monkeypatch, tmp_path / "out", "--only=a", **run | {"times": (bad, add)})
-    assert again == ["bad failed: 3"] and count.read_text() == "x"
-    late = said(capsys, monkeypatch, tmp_path / "other", "--seconds=-1", "--only=add", **run)
-    assert late == ["add --seconds=-1 are"] and count.read_text() == "x"
+    with pytest.raises(SystemExit, match="failed: bad$"):
+        said(capsys, monkeypatch, tmp_path / "out", "--only=a", **run | {"times": (bad, add)})
+    assert lines_of(capsys) == ["bad failed: 3"] and count.read_text() == "x"
+    said(capsys, monkeypatch, tmp_path / "other", "--seconds=-1", "--only=add", **run)
+    assert lines_of(capsys) == ["add --seconds=-1 are"] and count.read_text() == "x"
 
 
 def test_nothing_is_measured_if_a_proof_fails(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import phases, roofline, throughput, throughput_cells
+from experiments import common, phases, roofline, throughput, throughput_cells
 from experiments import throughput_report as report
 from experiments.router_load import active_experts, skewed_routes
 from quads_jax.models.decoder import init_params, parameter_count
@@ -95,6 +95,9 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
 
     with pytest.raises(RuntimeError, match="something else"):
         throughput.measured(broken)
+    common.end_if_failed([good])
+    with pytest.raises(SystemExit, match="1 of 2 measurements failed"):
+        common.end_if_failed([good, failed])
 
 
 @pytest.mark.parametrize(
