@@ -39,10 +39,10 @@ def proof(name: str, module: str, arguments: str = "") -> Command:
     return Command(f"prove_{name}", f"-m {module} {arguments}".strip(), 300)
 
 
-def bench(name: str, kernel: str, only: str) -> Command:
+def bench(name: str, kernel: str, only: str, module: str = "bench") -> Command:
     """only: a text that job descriptions hold."""
     only = shlex.quote(f"--only={only}")
-    return Command(name, f"-m pallas_kernels.{kernel}.bench --bench {only} --seconds 240 --out {{out}}", 300)
+    return Command(name, f"-m pallas_kernels.{kernel}.{module} --bench {only} --seconds 240 --out {{out}}", 300)
 
 
 PROVE = "--prove --seconds 280 --out {out}"
@@ -70,6 +70,7 @@ TIMES = (
     bench("grouped", "grouped_fp4_gemm", "Qwen3"),
     Command("grouped_torch", "-m pallas_kernels.grouped_fp4_gemm.peer_torch --only=Qwen3 --out {grouped}"),
     bench("grouped_olmoe", "grouped_fp4_gemm", "OLMoE"),
+    bench("anatomy", "grouped_fp4_gemm", "Qwen3", "anatomy"),
     bench("trainer", "grouped_gemm", ""),
     bench("quantize", "quantize_residual", ""),
     bench("dense_64", "fp4_gemm", '"M": 64'),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp4_gemm import reference, tiling
-from pallas_kernels.grouped_fp4_gemm import bench, peer_torch, prove, sorted_rows
+from pallas_kernels.fp4_gemm.shapes import Shape
+from pallas_kernels.grouped_fp4_gemm import anatomy, bench, peer_torch, prove, sorted_rows
 from pallas_kernels.quantize_residual import prove as quantizer
 
 CASES = dict(prove.cases())
@@ -138,3 +139,19 @@ def test_sampled_routing():
     sizes = np.asarray(jax.jit(bench.routed, static_argnums=(1, 2))(jax.random.key(0), bench.SHAPES[0], 512))
     assert sizes.sum() == 512 and sizes.max() <= 64  # a token takes an expert once
     assert np.count_nonzero(sizes) < bench.SHAPES[0].experts
+
+
+def test_anatomy_takes_the_blocks_of_a_decode_step(capsys, tmp_path):
+    shape, tokens, block = Shape("small", 128, 64, 16), 8, 8
+    c = tiling.Config(8, 1, 2, stacked=True)
+    got = anatomy.operands(jax.random.key(0), shape, tokens, block, c)
+    group = np.asarray(got["group"])
+    used = group[group >= 0]
+    assert got["x"].shape == (2 * block * len(group), shape.k) and len(group) == 64 // 8 + 16 * 7 // 8
+    assert (np.diff(used) >= 0).all() and (group[len(used) :] == -1).all() and len(used) >= 64 / block
+    jobs = anatomy.all_jobs(False, True)
+    assert len(jobs) == 2 * 4 * 2 * len(anatomy.PARTS) and not anatomy.all_jobs(True, False)
+    row = jobs[0][0] | {"us": 60.1, "p10": 59.0, "p90": 62.5, "weights_us": 38.6, "config": "t16 c4 s3"}
+    anatomy.report(tmp_path, [row, jobs[1][0] | {"ok": False, "error": "E"}])
+    text = "residual stacked  FourBit           60.1 us (59.0-62.5), weights 38.6 us  t16 c4 s3"
+    assert text in capsys.readouterr().out
