@@ -86,7 +86,7 @@ def test_bad_arguments(x, how, complaint):
 
 @pytest.mark.skipif(not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels")
 def test_the_gemm_takes_them(monkeypatch):
-    def stand_in(x, *, norm, swiglu):  # the kernel's results: its interpreter is not the GEMM's
+    def stand_in(x, *, norm, swiglu, read):  # the kernel's results: its interpreter is not the GEMM's
         values, scale = prove.expected(np.asarray(x, np.float32))
         return pallas_triton.Rows(jnp.asarray(values).view(jnp.float8_e4m3fn), jnp.asarray(scale), None)
 
