@@ -64,7 +64,7 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir = common.new_folder("batch_shape")
-    source = {"command": common.command("batch_shape"), "commit": common.commit(), "device": common.device()}
+    source = common.source("batch_shape")
     summary = []
     print("recipe     rows a call  p99 (nats)   max (nats)")
     for config in configs:

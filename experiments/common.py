@@ -239,6 +239,11 @@ def commit() -> str:
     return head + ("+" if dirty else "")
 
 
+def source(experiment: str) -> dict[str, str]:
+    """What a result says of where it is from: the command, the commit and the device."""
+    return {"command": command(experiment), "commit": commit(), "device": device()}
+
+
 def command(experiment: str) -> str:
     """The line that runs this experiment again with the flags given now."""
     arguments, given = [], iter(sys.argv[1:])

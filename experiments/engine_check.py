@@ -122,7 +122,7 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir = common.new_folder("engine_check")
-    source = {"command": common.command("engine_check"), "commit": common.commit(), "device": common.device()}
+    source = common.source("engine_check")
     every = cfg.task.prompts(cfg.seed, "held_out", 0, 2 * cfg.prompts)[:2]
     prompts, others = ([np.asarray(a)[half] for a in every] for half in (slice(cfg.prompts), slice(cfg.prompts, None)))
     summary, moved = [], {}

@@ -33,7 +33,7 @@ def run() -> None:
         left = duration((time.perf_counter() - started) / len(rows) * (total - len(rows)))
         what = f"{row['recipe']}, {row['task']}, {row['decoding']}"
         print(f"{len(rows)}/{total}  {what}: pass@1 {100 * row['pass@1']:.1f} %  ETA {left}", flush=True)
-    source = {"command": common.command("evaluate"), "commit": common.commit(), "device": common.device()}
+    source = common.source("evaluate")
     (workdir / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")
     (workdir / "scores.json").write_text(json.dumps([row | source for row in rows], indent=1) + "\n")
     table = markdown(rows)

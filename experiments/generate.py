@@ -32,7 +32,7 @@ def run() -> None:
         workdir = common.new_folder("generate")
     if said := rollout_reads(meta, config.recipe.resolve().rollout):
         print(said)
-    source = {"command": common.command("generate"), "commit": common.commit(), "device": common.device()}
+    source = common.source("generate")
     about = config_tree.to_json(config) | source
     (workdir / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     started, tokens, stopped, rows = time.perf_counter(), 0, 0, 0

@@ -55,7 +55,7 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir = common.new_folder("inspect")
-    source = {"command": common.command("inspect"), "commit": common.commit(), "device": common.device()}
+    source = common.source("inspect")
     (workdir / "config.json").write_text(json.dumps(source | config_tree.to_json(config), indent=1) + "\n")
     rows, memory = inspect_checkpoint(config, params, model)
     (workdir / "inspect.json").write_text(json.dumps([_finite(row) for row in rows], indent=1) + "\n")

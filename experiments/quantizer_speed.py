@@ -57,7 +57,7 @@ def run() -> None:
     common.refuse_unused("workdir")
     with common.usage_errors():
         workdir = common.new_folder("quantizer_speed")
-    about = {"command": common.command("quantizer_speed"), "commit": common.commit(), "device": common.device()}
+    about = common.source("quantizer_speed")
     rows = []
     for dtype in ("bfloat16", "float32"):
         taken = microseconds(cases_of(dtype), *ROUNDS[jax.default_backend()])

@@ -165,7 +165,7 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir, rows = opened(config)
-    source = {"command": common.command("step_time"), "commit": common.commit(), "device": common.device()}
+    source = common.source("step_time")
     print(f"{len(planned)} measurements on {source['device']} into {workdir}", flush=True)
 
     def keep(row: Row) -> None:

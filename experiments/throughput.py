@@ -135,7 +135,7 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir = common.new_folder("throughput")
-    source = {"command": common.command("throughput"), "commit": common.commit(), "device": common.device()}
+    source = common.source("throughput")
     (workdir / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")
     rows, started, planned = [], time.perf_counter(), list(cells(config, model))
     total = sum(len(group) for _, group in planned)

@@ -60,7 +60,7 @@ def measure(name: str) -> None:
     title = f"figure{name}" if name.isdigit() else name
     with common.usage_errors():
         workdir = common.new_folder(title)
-    about = {"command": common.command("paper"), "commit": common.commit(), "device": common.device()}
+    about = common.source("paper")
     (workdir / "config.json").write_text(json.dumps(about | config_tree.to_json(config), indent=1) + "\n")
     rows = []
     with (workdir / "rows.jsonl").open("w") as file:
