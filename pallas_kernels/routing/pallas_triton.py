@@ -69,13 +69,14 @@ def route(
     specs |= {name: pl.BlockSpec((tiles * _TILE, wide), lambda i: (0, 0)) for name in ("sizes", "counts")}
     specs["place"] = pl.BlockSpec((1,), lambda i: (0,))
 
+    sizes = _Sizes(m, top_k, experts, block, wide, replayed is not None)
+
     def call(kernel, name, tokens, given, out, **how):
         """Outputs by name, of what the kernel is given by name."""
         own = {"parts": pl.BlockSpec((s, tokens, wide), lambda i: (0, i, 0))} | specs
         tile = pl.BlockSpec((tokens, some), lambda i: (i, 0))
-        how |= {"m": m, "k": top_k, "experts": experts, "block": block, "replays": replayed is not None}
         made = pl.pallas_call(
-            functools.partial(kernel, names=(*given, *out), wide=wide, interpret=interpret, **how),
+            functools.partial(kernel, names=(*given, *out), sizes=sizes, **how),
             grid=(pl.cdiv(m, tokens),),
             in_specs=[own.get(n, tile) for n in given],
             out_specs=[own.get(n, tile) for n in out],
@@ -90,7 +91,7 @@ def route(
     given = {"place": place.reshape(1), "parts": parts} | ({} if replayed is None else {"replayed": replayed})
     rows, out = ["token", "group", "slot", "sizes"], ["gates", "ids", "token", "group", "counts"]
     out += ["slot", "sizes"] * (tiles == 1)
-    made = call(_choose, "route", _TILE, given, out, renormalize=renormalize)
+    made = call(_choose, "route", _TILE, given, out, renormalize=renormalize, interpret=interpret)
     if tiles > 1:
         given = {"place": given["place"]} | {name: made[name] for name in ("ids", "counts", "token", "group")}
         made |= call(_place_tokens, "route_rows", _PLACED, given, rows)
@@ -114,25 +115,26 @@ def _check(parts: Array, replayed: Array | None, top_k: int, block: int) -> tupl
     return parts.shape
 
 
+class _Sizes(NamedTuple):
+    """M tokens, k choices, E experts, rows a block, E'; whether choices may be replayed."""
+
+    m: int
+    k: int
+    experts: int
+    block: int
+    wide: int
+    replays: bool
+
+
 # Refs are arrays, or of [M, E] and [M, k] the program's tokens. What pads them is memory in the interpreter only:
 # nothing is read or written there.
 
 
-def _choose(
-    *refs: Any,
-    names: tuple[str, ...],
-    m: int,
-    k: int,
-    experts: int,
-    block: int,
-    wide: int,
-    replays: bool,
-    renormalize: float | None,
-    interpret: bool,
-) -> None:
+def _choose(*refs: Any, names: tuple[str, ...], sizes: _Sizes, renormalize: float | None, interpret: bool) -> None:
     """Writes gates, ids, -1 to token and group, and counts [M', E'] of pairs with an expert, of a tile's tokens up to
     each; then what `_place` does where these are all tokens.
     """
+    m, k, experts, block, wide, replays = sizes
     ref = dict(zip(names, refs, strict=True))
     alone, tile, tiles = "slot" in ref, pl.program_id(0), pl.cdiv(m, _TILE)
     (row, expert), (token, column) = _tile(_TILE, wide), _tile(*ref["ids"].shape)
@@ -177,45 +179,24 @@ def _choose(
     if alone:
         if not interpret:
             plt.debug_barrier()  # what follows reads and overwrites what other threads wrote
-        _place(ref, choice, own, place, m, k, experts, block, wide, replays)
+        _place(ref, choice, own, place, sizes)
 
 
-def _place_tokens(
-    *refs: Any,
-    names: tuple[str, ...],
-    m: int,
-    k: int,
-    experts: int,
-    block: int,
-    wide: int,
-    replays: bool,
-    interpret: bool,
-) -> None:
+def _place_tokens(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
     """What `_place` does, by the ids that `_choose` wrote."""
-    del interpret
     ref = dict(zip(names, refs, strict=True))  # of aliases the output
     token, column = _tile(*ref["ids"].shape)
-    real = (pl.program_id(0) * _PLACED + token < m) & (column < k)
+    real = (pl.program_id(0) * _PLACED + token < sizes.m) & (column < sizes.k)
     choice = plt.load(ref["ids"].at[token, column], mask=real, other=0)
-    _place(ref, choice, None, ref["place"][0], m, k, experts, block, wide, replays)
+    _place(ref, choice, None, ref["place"][0], sizes)
 
 
-def _place(
-    ref: dict[str, Any],
-    choice: Array,
-    own: list[Array] | None,
-    place: Array,
-    m: int,
-    k: int,
-    experts: int,
-    block: int,
-    wide: int,
-    replays: bool,
-) -> None:
+def _place(ref: dict[str, Any], choice: Array, own: list[Array] | None, place: Array, sizes: _Sizes) -> None:
     """Writes slot, token and group of the program's pairs, and sizes, by counts.
 
     choice [T, k']: experts of the program's tokens; own: its columns where they are known.
     """
+    m, k, experts, block, wide, replays = sizes
     start, tiles = pl.program_id(0) * choice.shape[0], pl.cdiv(m, _TILE)
     (token, column), (row, expert) = _tile(*choice.shape), _tile(choice.shape[0], wide)
     real = (start + token < m) & (column < k)
@@ -233,9 +214,9 @@ def _place(
 
     total, earlier = lax.fori_loop(0, pl.cdiv(tiles, step), add, (jnp.zeros((1, wide), jnp.int32),) * 2)
     own = _columns(choice, k) if own is None else own  # waits for the first load: after the others
-    sizes = lax.div(total + (block - 1), block) * block
-    sizes = jnp.broadcast_to(sizes, before.shape)  # each warp sums up for itself
-    free = jnp.cumsum(sizes, axis=1) - sizes + earlier + before
+    rows = lax.div(total + (block - 1), block) * block
+    rows = jnp.broadcast_to(rows, before.shape)  # each warp sums up for itself
+    free = jnp.cumsum(rows, axis=1) - rows + earlier + before
     slots = []
     for e in own:
         slots.append(jnp.sum(jnp.where(expert == e, free, 0), axis=1, keepdims=True))
@@ -247,7 +228,7 @@ def _place(
     plt.store(ref["slot"].at[token, column], slot, mask=real)
     plt.store(ref["token"].at[row_of], start + token, mask=real)
     plt.store(ref["group"].at[block_of], place * experts + choice, mask=real)
-    plt.store(ref["sizes"].at[row, expert], sizes, mask=(start + row == 0) & (expert < experts))
+    plt.store(ref["sizes"].at[row, expert], rows, mask=(start + row == 0) & (expert < experts))
 
 
 def _tile(rows: int, columns: int) -> tuple[Array, Array]:
