@@ -100,7 +100,12 @@ def queues(cfg: EngineCheckConfig, prompts: Any, others: Any) -> Iterator[tuple[
 
 def differing(base: tuple[np.ndarray, ...], again: tuple[np.ndarray, ...], ids: np.ndarray, rows: np.ndarray) -> dict:
     """How many requests, tokens and log-probs differ in any bit; row r of `again` is request ids[r]."""
-    tokens, logp, masks = (np.not_equal(a[ids[rows]], b[rows]) for a, b in zip(base[:3], again[:3], strict=True))
+
+    def bits(a: np.ndarray) -> np.ndarray:
+        return a.view(np.int32) if a.dtype == np.float32 else a
+
+    pairs = zip(base[:3], again[:3], strict=True)
+    tokens, logp, masks = (bits(a)[ids[rows]] != bits(b)[rows] for a, b in pairs)
     bad = (tokens | logp | masks).any(1)
     return {"requests": len(rows), "differ": int(bad.sum()), "tokens": int(tokens.sum()), "log-probs": int(logp.sum())}
 
