@@ -1,6 +1,7 @@
 """The sweep's loop and its processes, on a stub that leaves what a run leaves, under kills at any moment."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import random
@@ -202,6 +203,36 @@ def test_a_point_that_ends_behind_the_sweeps_back_is_not_run_again(tmp_path):
     first.run()
     assert second.run() == {"bad": "failed (exit code 1)", "good": "finished"}
     assert sorted(starts(tmp_path)) == ["bad", "good"]
+
+
+def test_the_end_of_a_point_whose_process_still_lives_is_left_to_that_process(tmp_path):
+    """It has left its result and not yet put its end on record, when the next sweep looks."""
+    point, pool = run_point("a"), LocalWorkers(2)
+    Controller([point], tmp_path / "sweep", pool, command=stub(tmp_path)).run()
+    ledger = Ledger(tmp_path / "sweep/ledger.jsonl")
+    lines = ledger.path.read_text().splitlines(keepends=True)
+    ledger.path.write_text(lines[0])
+    with record.lock_file(point, tmp_path / "sweep").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = Controller([point], tmp_path / "sweep", LocalWorkers(2), command=stub(tmp_path))
+        assert second.states == {"a": "running"} and events(tmp_path, "a") == ["started"]
+        ledger.path.write_text("".join(lines))
+    assert second.run() == {"a": "finished"}
+    assert events(tmp_path, "a") == ["started", "finished"]
+
+
+def test_an_end_between_two_looks_is_seen(tmp_path, monkeypatch):
+    """The process ends after the look for its result and before the look at its lock."""
+    point, looked, finished = run_point("a"), [], control.finished
+    sweep = Controller([point], tmp_path / "sweep", LocalWorkers(2), command=stub(tmp_path))
+
+    def only_after_the_lock(path):
+        return bool(looked) and looked.pop() and finished(path)
+
+    monkeypatch.setattr(control, "finished", only_after_the_lock)
+    monkeypatch.setattr(control, "held", lambda path: looked.append(path) or held(path))
+    assert sweep.run() == {"a": "finished"}
+    assert starts(tmp_path) == ["a"] and events(tmp_path, "a") == ["started", "finished"]
 
 
 def test_two_processes_of_one_point_run_it_once(sweep, tmp_path):

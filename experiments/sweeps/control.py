@@ -102,14 +102,14 @@ class Controller:
 
     def _first_look(self, point: Point, retry_failed: bool) -> None:
         handle = self._workers.attach(self._history(point))
-        alive = self._alive(point, handle) or held(record.job_lock(point, self._workdir))
-        history = self._history(point)  # read after that: of a point that has just ended, the end is on record
-        if finished(record.result_file(point, self._workdir)):
-            self._note_finished(point, history)
-        elif alive:
+        done, alive, history = self._look(point, handle)
+        alive = alive or held(record.job_lock(point, self._workdir))
+        if alive:
             slot = history.last.get("slot") if history.last else None
             self._running[point.name] = Running(point, handle, -1 if slot is None else slot, time.monotonic())
             self.states[point.name] = "running"
+        elif done:
+            self._note_finished(point, history)
         elif history.state == "failed" and not retry_failed:
             self._report_failed(point, history)
         else:
@@ -120,12 +120,11 @@ class Controller:
     def _settle(self) -> None:
         """Takes the points that have ended out of the running ones, each with what the ledger says of its end."""
         for name, (point, handle, _, _) in list(self._running.items()):
-            alive = self._alive(point, handle) or (handle is None and held(record.job_lock(point, self._workdir)))
-            if alive:
+            done, alive, history = self._look(point, handle)
+            if alive or (handle is None and held(record.job_lock(point, self._workdir))):
                 continue
             del self._running[name]
-            history = self._history(point)
-            if finished(record.result_file(point, self._workdir)):
+            if done:
                 self._note_finished(point, history)
                 self._table.message(f"{name}: finished")
             elif history.state == "failed":
@@ -151,8 +150,16 @@ class Controller:
             *(f"  | {line}" for line in record.log_end(point, self._workdir, LOG_LINES)),
         )
 
-    def _alive(self, point: Point, handle: Handle | None) -> bool:
-        return (handle is not None and handle.alive()) or held(record.lock_file(point, self._workdir))
+    def _look(self, point: Point, handle: Handle | None) -> tuple[bool, bool, History]:
+        """Whether the result is there, whether the point's process lives, and its history, read in this order: a
+        process leaves its result first and puts its end on record last, so the end of one that is done and does not
+        live is on record, unless it was killed in between.
+        """
+        result = record.result_file(point, self._workdir)
+        done = finished(result)
+        alive = (handle is not None and handle.alive()) or held(record.lock_file(point, self._workdir))
+        history = self._history(point)
+        return done or (history.state == "finished" and finished(result)), alive, history  # it ended meanwhile
 
     def _elsewhere(self, point: Point, history: History) -> bool:
         """Whether the point is at work in a process that this sweep cannot ask to stop; asks where it can."""
