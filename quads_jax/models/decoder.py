@@ -32,7 +32,7 @@ from quads_jax.precision import Precision
 Array = jax.Array
 SCANNED = ("params", "quant", "stats", "inputs", "intermediates", RECORDED, REPLAYED)  # collections, stacked by layer
 Cache = tuple[Array, Array]
-UNROLL = 4  # layers a round of a decode step whose GEMMs read weights where they lie: fewer slices and rounds
+UNROLL = 16  # layers a round at most of a decode step whose GEMMs read weights where they lie
 
 
 class Inputs(NamedTuple):
@@ -52,15 +52,15 @@ class Inputs(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP or MoE. Carries (x [B,T,D], cache, the layer's index, its place in the run)."""
+    """Pre-norm attention and MLP or MoE. Carries (x [B,T,D], cache). at: the layer's index, its place in the run."""
 
     cfg: ModelConfig
     precision: Precision
     kind: str
 
     @nn.compact
-    def __call__(self, carry: tuple[Array, Cache | None, Array, Array], io: Inputs) -> tuple[Any, Any]:
-        x, cache, layer, place = carry
+    def __call__(self, carry: tuple[Array, Cache | None], at: tuple[Array, Array], io: Inputs) -> tuple[Any, Any]:
+        (x, cache), (layer, place) = carry, at
         c, dtype = self.cfg, self.precision.dtype
         y, cache = Attention(c, self.precision, place, name="attention")(
             RMSNorm(c.norm_eps, dtype, name="attention_norm")(x), io, cache, layer
@@ -72,7 +72,7 @@ class Block(nn.Module):
             y, load = MoE(c, self.precision, place, name="moe")(h, io.valid, io.active)
         else:
             y = MLP(c.d_mlp, self.precision, place, name="mlp")(h, io.active)
-        return (x + y.astype(dtype), cache, layer + 1, place + 1), load
+        return (x + y.astype(dtype), cache), load
 
 
 class Head(nn.Module):
@@ -118,21 +118,22 @@ class Decoder(nn.Module):
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
         x = embed(embedding, tokens, self.precision.dtype)
         io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
-        loads, layer = [], jnp.int32(0)
-        unroll = UNROLL if STACKS in self.variables and not io.prefill else 1
+        loads, first_layer = [], 0
+        stored = STACKS in self.variables and not io.prefill
         for i, (kind, length) in enumerate(c.runs()):
             scanned = nn.scan(
                 Block,
                 variable_axes=dict.fromkeys(SCANNED, 0),
                 variable_broadcast=(STACKS, MASKS),
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,
+                in_axes=(0, nn.broadcast),
                 length=length,
-                unroll=unroll,
+                unroll=layers_a_round(length) if stored else 1,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            carry = x, cache, layer, jnp.int32(0)
-            (x, cache, layer, _), load = scanned(c, self.precision, kind, name=f"run_{i}")(carry, io)
+            places = jnp.arange(length, dtype=jnp.int32)
+            at, first_layer = (first_layer + places, places), first_layer + length
+            (x, cache), load = scanned(c, self.precision, kind, name=f"run_{i}")((x, cache), at, io)
             if load is not None:
                 loads.append(load)
         x = RMSNorm(c.norm_eps, self.precision.dtype, name="final_norm")(
@@ -147,6 +148,14 @@ class Decoder(nn.Module):
         else:
             logits = Head(c, self.precision, name="head")(x, None if active is None else active[:, -x.shape[1] :])
         return logits, cache, loads
+
+
+def layers_a_round(layers: int) -> int:
+    """Of UNROLL's loop: for all layers of a round one launch slices what is theirs, but there are two rounds, because
+    XLA slices layer by layer where there is no loop. A divisor of `layers`, if a large one is.
+    """
+    most = max(min(UNROLL, layers // 2), 1)
+    return next((n for n in range(most, most // 2, -1) if layers % n == 0), most)
 
 
 def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs:

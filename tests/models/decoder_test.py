@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.decoder import Decoder, balance_loss, init_cache, init_params, logical_axes, parameter_count
+from quads_jax.models.decoder import (
+    Decoder,
+    balance_loss,
+    init_cache,
+    init_params,
+    layers_a_round,
+    logical_axes,
+    parameter_count,
+)
 from quads_jax.precision import Precision
 
 pytestmark = pytest.mark.quick
@@ -282,3 +290,9 @@ def test_balance_loss():
     assert float(balance_loss([collapsed])) == 4.0
     assert float(balance_loss([uniform, collapsed])) == 2.0  # a mean over three layers, not over two runs
     assert float(balance_loss([])) == 0.0
+
+
+def test_layers_a_round():
+    found = {n: layers_a_round(n) for n in range(1, 129)}
+    assert [found[n] for n in (1, 2, 3, 16, 24, 28, 48, 94)] == [1, 1, 1, 8, 12, 14, 16, 16]
+    assert all(n // m >= 2 for n, m in found.items() if n > 1)

@@ -96,7 +96,7 @@ def block(model):
         causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool)) & valid[:, None, None, :]
         io = Inputs(positions, valid, None, causal, 0, True)
         (carry, _), state = Block(cfg, FLOAT32, "moe").apply(
-            {"params": params}, (x, None, 0, 0), io, mutable=["intermediates"],
+            {"params": params}, (x, None), (0, 0), io, mutable=["intermediates"],
             capture_intermediates=lambda module, _: isinstance(module, RMSNorm),
         )
         (h,) = state["intermediates"]["mlp_norm"]["__call__"]
