@@ -212,7 +212,7 @@ def grouped_project(
     block: int | None = None,
     group: Array | None = None,
     source: Array | None = None,
-    read: Array | None = None,
+    read: tuple[Array, Array] | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T under `p`: x f[M, K] sorted by group, w [E, N, K], group_sizes i32[E] -> f32[M, N].
 
@@ -220,9 +220,10 @@ def grouped_project(
     divides every group size and M, which saves padding them. group i32[M / block]: with `block`, the matrix of each
     block of rows, of a weight of all layers among all of them, -1 for none, where it is known: rows of none, which
     nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
-    f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything; each is quantized once,
-    however many rows read it. read i32[C], with `block`: the rows that are read, each once; others are then anything.
-    implementation: one of IMPLEMENTATIONS, or as in `project`, as is the rest.
+    f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything and the last of a block; each
+    is quantized once, however many rows read it. read (i32[C], i32[M]), with `block`: the rows that are read, each
+    once, and below 0 which rows are not, the last of a block; those are then anything. implementation: one of
+    IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape
     given = (x.x.shape[0], width) if isinstance(x, Quantized) else x.shape

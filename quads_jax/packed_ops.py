@@ -231,7 +231,9 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, read, 
     packed, channel_scale = w.matrices()
     how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
     how["source"] = source
-    if read is not None and product is _quantizing(implementation, p, w.shape[-1]):
-        how["read"] = read
+    if read is not None:
+        rows, held = read
+        how |= {} if group is None else {"used": held}
+        how |= {"read": rows} if product is _quantizing(implementation, p, w.shape[-1]) else {}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

@@ -292,6 +292,35 @@ def test_kernel_by_interpreter(shape, config):
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-7 * np.abs(want).max())  # observed 9.6e-8
 
 
+@pytest.mark.skipif(
+    not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels: needs 0.11"
+)
+@pytest.mark.parametrize(
+    ("s", "config"),
+    [
+        (0, Config(16, 1, 2, blocks=3)),
+        (192, Config(16, 1, 2, 1, 1, True, 3)),
+        (64, Config(16, 1, 2, 1, 1, False, 3)),  # the residual ends before K
+        (192, Config(32, 1, 2, 1, 1, True)),  # not divided, as the next
+        (192, Config(16, 1, 2, 1, 3, True)),
+    ],
+)
+def test_unused_halves_of_tiles_are_left_out(s, config):
+    """Rows behind the last used one are NaN and stay unwritten, where a tile ends with them; others as they were."""
+    tokens, (m, n, k) = config.tokens, (6 * config.tokens, 70, 192)
+    (x, w), kwargs, _ = operands(m, n, k, s, 3)
+    kwargs["group"] = jnp.int32([0, 2, -1, 1, 1, 2])
+    held = np.array([tokens // 2, tokens // 2 + 1, 0, 1, tokens, tokens // 2 - 1])
+    used = np.where(np.arange(m) % tokens < np.repeat(held, tokens), 0, -1).astype(np.int32)
+    x = jnp.where(used[:, None] < 0, jnp.nan, x)
+    with compat.interpreted():
+        got = mosaic.matmul(x, w, **kwargs, used=jnp.asarray(used), fill=False, config=config, interpret=True)
+    want = matmul(x, w, **kwargs)
+    rows = (used >= 0) & np.repeat(kwargs["group"] >= 0, tokens)
+    np.testing.assert_allclose(got[rows], want[rows], rtol=0, atol=6e-7 * np.abs(want[rows]).max())  # two float32 sums
+    assert rows.sum() == held.sum()
+
+
 def of_tokens(m, n, k, s):
     """`operands` of three blocks of rows of seven tokens: ((x, w), arguments with `source`, the same gathered)."""
     (x, w), kwargs, _ = operands(m, n, k, s, 3)
@@ -405,6 +434,14 @@ def test_agreement_sees_a_single_bit():
 
     found = agree.first_difference(off, args, kwargs)
     assert found.startswith("1 of ") and "at row 23, column 7: " in found
+
+    used = {"used": jnp.zeros((24,), jnp.int32), "fill": False}
+
+    def leaves_out(behind, x, w, *, used, **kwargs):
+        return jnp.where(used[:, None] < behind, jnp.nan, reference.matmul(x, w, **kwargs))
+
+    assert agree.first_difference(functools.partial(leaves_out, 0), args, kwargs | used) is None
+    assert "at row 0, column 0: " in agree.first_difference(functools.partial(leaves_out, 1), args, kwargs | used)
 
     def reads_padding(x, **kwargs):
         return reference.matmul(x, **kwargs) + layout.natural(x, 128)[:, 80:].sum()

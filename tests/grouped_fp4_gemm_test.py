@@ -38,17 +38,19 @@ def quantized(x, w, *, residual, mask, **kwargs):
 
 
 ARGUMENTS = [
-    (40, [8, 0, 17], 33, 48, "W4A16", None),
-    (48, [16, 0, 8], 33, 48, "W4A16", 8),
-    (40, [1, 30, 2], 33, 64, "RAC blocks", None),
+    (40, [8, 0, 17], 33, 48, "W4A16", {}),
+    (48, [16, 0, 8], 33, 48, "W4A16", {"block": 8}),
+    (40, [1, 30, 2], 33, 64, "RAC blocks", {}),
+    (64, [16, 0, 32], 33, 64, "W4A16", {"block": 16, "ends": True}),
+    (64, [16, 0, 32], 33, 64, "RAC blocks", {"block": 16, "ends": True}),
 ]
 
 
-@pytest.mark.parametrize(("rows", "sizes", "n", "k", "kind", "block"), ARGUMENTS)
-def test_the_reference_passes_the_proofs(rows, sizes, n, k, kind, block):
+@pytest.mark.parametrize(("rows", "sizes", "n", "k", "kind", "options"), ARGUMENTS)
+def test_the_reference_passes_the_proofs(rows, sizes, n, k, kind, options):
     """So the tasks are right, the expected numbers too, and sums are exact in any order."""
     by = product if kind == "W4A16" else quantized
-    assert prove.exact(rows, sizes, n, k, kind, block=block, product=by) == {"ok": True}
+    assert prove.exact(rows, sizes, n, k, kind, **options, product=by) == {"ok": True}
 
 
 def test_a_proof_sees_another_experts_weight():
@@ -120,8 +122,9 @@ def test_torch_runs_what_the_bench_does(capsys, tmp_path, monkeypatch):
     bench._timed(None, shape, 16, 2, lambda key: None)
     sizes = peer_torch.group_sizes(shape, 16, 2)
     assert len(sizes) == len(drawn) > 1 and all(each.sum() == 16 for each in sizes)
-    for each, (_, padded, _) in zip(sizes, drawn, strict=True):
-        np.testing.assert_array_equal(-(-each // 8) * 8, padded)
+    for each, (_, layout, _) in zip(sizes, drawn, strict=True):
+        np.testing.assert_array_equal(-(-each // 8) * 8, layout.sizes)
+        assert (layout.used >= 0).sum() == 16 and (layout.group >= 0).sum() == layout.sizes.sum() // 8
     row = {"shape": "S", "rows": 128, "p10": 1.9, "p90": 2.1, "active": 3, "TB/s": 1.0, "of_bound": 0.5, "config": ""}
     bench.report(None, [row | {"what": "W4A4", "us": 2.0}, row | {"what": "BF16 torch", "us": 3.5}])
     assert "1.75" in capsys.readouterr().out
@@ -142,12 +145,13 @@ def test_sampled_routing():
 
 
 def test_anatomy_takes_the_blocks_of_a_decode_step(capsys, tmp_path):
-    shape, tokens, block = Shape("small", 128, 64, 16), 8, 8
-    c = tiling.Config(8, 1, 2, stacked=True)
-    got = anatomy.operands(jax.random.key(0), shape, tokens, block, c)
+    shape, tokens, block = Shape("small", 128, 64, 16), 8, 16
+    c = tiling.Config(16, 1, 2, stacked=True)
+    got = anatomy.operands(jax.random.key(0), shape, tokens, c)
     group = np.asarray(got["group"])
     used = group[group >= 0]
-    assert got["x"].shape == (2 * block * len(group), shape.k) and len(group) == 64 // 8 + 16 * 7 // 8
+    assert got["x"].shape == (2 * block * len(group), shape.k) and len(group) == (64 + 16 * 15) // 16
+    assert (np.asarray(got["used"]) >= 0).sum() == 64
     assert (np.diff(used) >= 0).all() and (group[len(used) :] == -1).all() and len(used) >= 64 / block
     jobs = anatomy.all_jobs(False, True)
     assert len(jobs) == 2 * 4 * 2 * len(anatomy.PARTS) and not anatomy.all_jobs(True, False)

@@ -115,6 +115,22 @@ def test_the_direct_kernel_in_the_interpreter(m, k, groups, dtype):
     np.testing.assert_array_equal(got, direct.matmul(x, w, group=group, **scales))
 
 
+@pytest.mark.skipif(
+    not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels: needs 0.11"
+)
+@pytest.mark.parametrize("dtype", direct.DTYPES)
+def test_the_direct_kernel_leaves_out_unused_halves(dtype):
+    """Rows behind the last used one of a block are NaN and stay unwritten, where half of its tile holds no other."""
+    rng, held, m = np.random.default_rng(0), np.array([8, 9, 0, 16, 1]), 80
+    x, w = (jnp.asarray(rng.integers(-1, 2, s), dtype) for s in ((m, 512), (3, 128, 512)))
+    used = np.where(np.arange(16) < held[:, None], 0, -1).reshape(-1).astype(np.int32)
+    group = jnp.int32([0, 2, -1, 1, 2])
+    with compat.interpreted():
+        poisoned = jnp.where(used[:, None] < 0, jnp.asarray(jnp.nan, dtype), x)
+        got = direct_mosaic.matmul(poisoned, w, group=group, used=jnp.asarray(used), fill=False, interpret=True)
+    np.testing.assert_array_equal(got[used >= 0], direct.matmul(x, w, group=group)[used >= 0])
+
+
 @pytest.mark.parametrize("dtype", direct.DTYPES)
 def test_operands_of_tokens_are_those_of_gathered_rows(dtype, monkeypatch):
     """What reaches the direct kernel."""

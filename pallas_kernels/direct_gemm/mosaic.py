@@ -1,5 +1,6 @@
 """The direct GEMM on Hopper as a Pallas Mosaic GPU kernel, in the FP4 kernel's plan: weights are the M operand of
 wgmma, tokens the N operand, one warpgroup copies and two multiply. Weights go from shared memory to the tensor cores.
+Halves of a tile of tokens that hold nothing are left out as there.
 
 FP8 products are summed by the tensor cores, whose sums keep fewer bits than float32: as every FP8 library on Hopper
 does that does not add parts of K elsewhere.
@@ -7,6 +8,7 @@ does that does not add parts of K elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,28 +55,31 @@ def matmul(
     out_dtype: DTypeLike = jnp.float32,
     fill: bool = True,
     source: Array | None = None,
+    used: Array | None = None,
     interpret: bool = False,
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order and, of FP8, the precision of sums. interpret: what Pallas'
     interpreter can run, for tests. Raises ValueError also for sizes that do not fill the kernel's tiles, RuntimeError
     if JAX is too old.
     """
-    reference.check(x, w, group, out_dtype, source)
+    reference.check(x, w, group, out_dtype, source, used)
     token = None if token_scale is None else token_scale[:, 0]
     if source is not None:
         x, _, token = gather.rows(source, x, None, token, fill=fill, interpret=interpret)
     m, groups = x.shape[0], None if group is None else group.shape[0]
     c = choose(m // (groups or 1), w, groups)
     x = jnp.pad(x, ((0, -m % c.tokens), (0, 0)))
-    tiles = None if group is None else jnp.repeat(group, m // groups // c.tokens)
+    lists = {} if group is None else {"group": jnp.repeat(group, m // groups // c.tokens)}
+    if used is not None and not fill and c.tokens >= 2 * TOKEN_TILES[0]:
+        lists["used"] = used
     if c.splits > 1:
-        y = jnp.sum(_run(c, x, w, tiles, None, jnp.float32, fill, interpret), axis=0)[:m]
+        y = jnp.sum(_run(c, x, w, lists, None, jnp.float32, fill, interpret), axis=0)[:m]
         token = None if token is None else token[:, None]
         return epilogue(y, token, channel_scale, row_groups(group, m), out_dtype)
     token = jnp.ones((m,), jnp.float32) if token is None else token
     channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     scales = jnp.pad(token, (0, -m % c.tokens)), channel
-    return _run(c, x, w, tiles, scales, jnp.dtype(out_dtype), fill, interpret)[0, :m]
+    return _run(c, x, w, lists, scales, jnp.dtype(out_dtype), fill, interpret)[0, :m]
 
 
 def quantized_matmul(
@@ -115,17 +120,19 @@ def _run(
     c: Config,
     x: Array,
     w: Array,
-    group: Array | None,
+    lists: dict[str, Array],
     scales: tuple[Array, Array] | None,
     out_dtype: DTypeLike,
     fill: bool,
     interpret: bool,
 ) -> Array:
-    """x [M', K], w [E, N, K], group i32[M' / tokens], scales (f32[M'], f32[E, N or 1]) -> out_dtype[splits, M', N]."""
+    """x [M', K], w [E, N, K], perhaps "group" i32[M' / tokens] and "used" i32[M'], scales (f32[M'], f32[E, N or 1]) ->
+    out_dtype[splits, M', N].
+    """
     compat.check_version()
     m_tiles, row_groups = x.shape[0] // c.tokens, w.shape[1] // _ROWS
     width = c.columns * TILE
-    operands = {"x": x, "w": w} | ({} if group is None else {"group": group})
+    operands = {"x": x, "w": w} | lists
     if scales is not None:
         operands |= {"token": scales[0], "channel": scales[1]}
     lines = plgpu.TilingTransform((8, 128 // x.dtype.itemsize)), plgpu.SwizzleTransform(128)  # rows of 128 bytes
@@ -167,7 +174,6 @@ class _Tile:
         self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
         rest = lax.div(index, m_tiles)
         self.n, self.split = lax.rem(rest, row_groups), lax.div(rest, row_groups)
-        self.tokens = pl.ds(self.m * c.tokens, c.tokens)
         self.width = c.columns * TILE
         self.count = gmem["x"].shape[1] // self.width // c.splits
         self.first, self.matrix = self.split * self.count, 0
@@ -175,6 +181,18 @@ class _Tile:
             group = gmem["group"][self.m]
             self.matrix = jnp.maximum(group, 0)
             self.count = jnp.where(group < 0, 0, self.count)
+        self.second = gmem["used"][self.m * c.tokens + c.tokens // 2] if "used" in gmem else None
+
+    def _tokens(self, share: int = 1) -> Any:
+        """The first of `share` parts of the block's tokens."""
+        return pl.ds(self.m * self.c.tokens, self.c.tokens // share)
+
+    def _half_or_whole(self, body: Callable[[int], None]) -> None:
+        """body(share), which is 2 where the second half of the tokens holds none."""
+        if self.second is None:
+            return body(1)
+        pl.when(self.second < 0)(lambda: body(2))
+        pl.when(self.second >= 0)(lambda: body(1))
 
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
@@ -186,11 +204,15 @@ class _Tile:
         def step(i, slot):
             columns = pl.ds((self.first + i) * self.width, self.width)
             pl.when(i >= stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
-            for name, source in (
-                ("w_smem", self.gmem["w"].at[self.matrix, pl.ds(self.n * _ROWS, _ROWS), columns]),
-                ("x_smem", self.gmem["x"].at[self.tokens, columns]),
-            ):
-                plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["full"].at[slot])
+            weights = self.gmem["w"].at[self.matrix, pl.ds(self.n * _ROWS, _ROWS), columns]
+            plgpu.copy_gmem_to_smem(weights, smem["w_smem"].at[slot], smem["full"].at[slot])
+
+            def copy_tokens(share):
+                rows = pl.ds(0, self.c.tokens // share)
+                source = self.gmem["x"].at[self._tokens(share), columns]
+                plgpu.copy_gmem_to_smem(source, smem["x_smem"].at[slot, rows], smem["full"].at[slot])
+
+            self._half_or_whole(copy_tokens)
             return jnp.where(slot == stages - 1, 0, slot + 1)
 
         def drain(i, _):
@@ -201,12 +223,16 @@ class _Tile:
 
     def consume(self) -> None:
         """Multiplies a warpgroup's 64 rows by the tokens and stores the sums, scaled unless K is split."""
+        self._half_or_whole(self._product)
+
+    def _product(self, share: int) -> None:
         stages, smem, wg = self.c.stages, self.smem, lax.axis_index("wg")
+        tokens = self._tokens(share)
 
         def scope(acc):
             def step(_, slot):
                 plgpu.barrier_wait(smem["full"].at[slot])
-                w, x = smem["w_smem"].at[slot, pl.ds(wg * TILE, TILE)], smem["x_smem"].at[slot]
+                w, x = smem["w_smem"].at[slot, pl.ds(wg * TILE, TILE)], smem["x_smem"].at[slot, pl.ds(0, tokens.size)]
                 plgpu.wgmma(acc, w, x.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["empty"].at[slot])
@@ -215,20 +241,21 @@ class _Tile:
             lax.fori_loop(0, self.count, step, jnp.int32(0))
             return acc[...]
 
-        y = pl.run_scoped(scope, plgpu.ACC((TILE, self.c.tokens)))
+        y = pl.run_scoped(scope, plgpu.ACC((TILE, tokens.size)))
         rows = pl.ds(self.n * _ROWS + wg * TILE, TILE)
         if "token" in self.gmem:
-            y = y * (self._spread(self.gmem["token"].at[self.tokens], 1) * self._channel_scale(rows))
+            token = self._spread(self.gmem["token"].at[tokens], 1, tokens.size)
+            y = y * (token * self._channel_scale(rows, tokens.size))
         used = self.count > 0 if "group" in self.gmem else None
-        decode.store_rows(self.out.at[self.split, self.tokens, rows], y, used, self.fill, self.interpret)
+        decode.store_rows(self.out.at[self.split, tokens, rows], y, used, self.fill, self.interpret)
 
-    def _channel_scale(self, rows: Any) -> Array:
+    def _channel_scale(self, rows: Any, tokens: int) -> Array:
         ref = self.gmem["channel"]
         if ref.shape[1] == 1:
-            return jnp.broadcast_to(ref[self.matrix, 0], (TILE, self.c.tokens))
-        return self._spread(ref.at[self.matrix, rows], 0)
+            return jnp.broadcast_to(ref[self.matrix, 0], (TILE, tokens))
+        return self._spread(ref.at[self.matrix, rows], 0, tokens)
 
-    def _spread(self, ref: Any, axis: int) -> Array:
+    def _spread(self, ref: Any, axis: int, tokens: int) -> Array:
         """One scale a token (axis 1) or a row (axis 0) of the accumulator: f32[64, tokens]."""
         scale = ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), scattered=True)
-        return lax.broadcast_in_dim(scale, (TILE, self.c.tokens), (axis,))
+        return lax.broadcast_in_dim(scale, (TILE, tokens), (axis,))

@@ -17,15 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.direct_gemm import mosaic, reference
-from pallas_kernels.fp4_gemm.prove import compare, powers
+from pallas_kernels.fp4_gemm.prove import compare, powers, used_rows
 from pallas_kernels.jobs import Row
 
 
 def exact(
-    dtype: Any, m: int, n: int, k: int, *, experts: int = 0, tokens: int = 0, scaled: bool = True, fill: bool = True
+    dtype: Any,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    experts: int = 0,
+    tokens: int = 0,
+    scaled: bool = True,
+    fill: bool = True,
+    ends: bool = False,
 ) -> Row:
     """One product, twice. experts: as many matrices, and blocks of m rows, of which the first has no matrix. tokens:
-    rows are gathered from as many, a third are of none. Nothing is asked of rows without either if not `fill`.
+    rows are gathered from as many, a third are of none. Nothing is asked of rows without either if not `fill`. ends: as
+    `fp4_gemm.prove.exact`.
     """
     rng = np.random.default_rng(m + n + k)
     rows, matrices = m * max(experts, 1), max(experts, 1)
@@ -42,11 +52,17 @@ def exact(
         kwargs["group"], ids = group, np.repeat(group, m)
     if tokens:
         kwargs["source"] = source = np.where(rng.random(rows) < 1 / 3, -1, source * 5 % tokens).astype(np.int32)
+    if ends:
+        kwargs["used"] = used = used_rows(rng, experts, m)
+        source = np.where(used < 0, -1, source * 5 % given) if tokens else source
+        kwargs |= {"source": source} if tokens else {}
     of = list(zip(source, np.maximum(ids, 0), strict=True))
     want = np.stack([x[i] @ w[e].T * (token[i] * channel[e]) for i, e in of])
     full = (ids >= 0) & (source >= 0)
     want = np.where(full[:, None], want, np.float32(0))
     run, read = jax.jit(functools.partial(mosaic.matmul, out_dtype=jnp.float32, fill=fill)), full | fill
+    if ends and not tokens:
+        x[used < 0], read = np.nan, read & (used >= 0)
     got = [np.asarray(run(jnp.asarray(x, dtype), jnp.asarray(w, dtype), **kwargs)) for _ in range(2)]
     return compare([a[read] for a in got], want[read])
 
@@ -64,6 +80,8 @@ def cases() -> list[tuple[str, Callable[[], Row]]]:
             ((16, 1536, 2048), {"experts": 40}),
             ((8, 1536, 2048), {"experts": 40, "fill": False}),
             ((16, 1536, 2048), {"experts": 40, "tokens": 64, "fill": False}),
+            ((16, 1536, 2048), {"experts": 40, "fill": False, "ends": True}),
+            ((32, 1536, 2048), {"experts": 40, "tokens": 64, "fill": False, "ends": True}),
             ((8, 256, 512), {"experts": 6, "tokens": 5}),
             ((64, 2048, 768), {"experts": 3, "scaled": False}),
         ):

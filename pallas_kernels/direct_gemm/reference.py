@@ -21,12 +21,13 @@ def matmul(
     out_dtype: DTypeLike = jnp.float32,
     fill: bool = True,
     source: Array | None = None,
+    used: Array | None = None,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: x [M, K], w [E, N, K] of one dtype, float8_e4m3fn
-    or bfloat16 -> [M, N]. Scales, group, out_dtype, fill and source as in `fp4_gemm.reference.matmul`. Raises
+    or bfloat16 -> [M, N]. Scales, group, out_dtype, fill, source and used as in `fp4_gemm.reference.matmul`. Raises
     ValueError for anything else.
     """
-    check(x, w, group, out_dtype, source)
+    check(x, w, group, out_dtype, source, used)
     if source is not None:
         x, token_scale = (a if a is None else gathered(a, source) for a in (x, token_scale))
     ids = row_groups(group, x.shape[0])
@@ -35,11 +36,13 @@ def matmul(
     return epilogue(y, token_scale, channel_scale, ids, out_dtype)
 
 
-def check(x: Array, w: Array, group: Array | None, out_dtype: DTypeLike, source: Array | None) -> None:
+def check(
+    x: Array, w: Array, group: Array | None, out_dtype: DTypeLike, source: Array | None, used: Array | None
+) -> None:
     """Raises ValueError for arguments that `matmul` does not take."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or x.dtype != w.dtype or x.dtype not in DTYPES:
         raise ValueError(
             f"x is {x.dtype} {x.shape}, w {w.dtype} {w.shape}: pass [M, K] and [E, N, K] of one dtype, "
             f"{' or '.join(d.name for d in DTYPES)}"
         )
-    check_rows(x.shape[0], w.shape[0], group, source, out_dtype)
+    check_rows(x.shape[0], w.shape[0], group, source, used, out_dtype)

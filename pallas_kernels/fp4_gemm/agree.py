@@ -32,10 +32,12 @@ def random_weight(key: Array, experts: int, n: int, k: int) -> Packed:
 def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwargs: dict[str, Any]) -> str | None:
     """kernel, with `reference.matmul`'s signature, on random operands with the shapes and dtypes of these (arrays or
     their avals) -> where and how it differs from the reference in at most 64 rows at the start, the middle and the end
-    of M, each within one matrix's block; None where all bits agree. All groups have one of a few matrices.
+    of M, each within one matrix's block; None where all bits agree. All groups have one of a few matrices; where `used`
+    is given, every other block is half used.
     """
     x, w = args
     experts, m = min(w.words.shape[0], _MATRICES), x.shape[0]
+    block = m // kwargs["group"].shape[0] if kwargs.get("group") is not None else m
     arrays = {name: a for name, a in kwargs.items() if hasattr(a, "shape")}
     static = {name: value for name, value in kwargs.items() if name not in arrays and value is not None}
     keys = iter(jax.random.split(jax.random.key(0), 2 + len(arrays)))
@@ -49,6 +51,9 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
     for name, a in arrays.items():
         if name == "group":
             values[name] = (jnp.arange(a.shape[0], dtype=jnp.int32) + 1) % experts
+        elif name == "used":
+            row = jnp.arange(m, dtype=jnp.int32)
+            values[name] = jnp.where((row // block % 2 == 1) & (row % block >= block // 2), -1, row)
         elif name == "residual":
             values[name] = integers(a.shape)
         else:
@@ -57,8 +62,7 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
             values[name] = 2.0 ** powers.astype(jnp.float32)
     got = jax.jit(functools.partial(kernel, **static))(w=weight, **values)
     expected = jax.jit(functools.partial(reference.matmul, **static))
-    group = values.pop("group", jnp.zeros((1,), jnp.int32))
-    block = m // group.shape[0]
+    group, used = values.pop("group", jnp.zeros((1,), jnp.int32)), np.asarray(values.pop("used", np.zeros(m)))
     size = min(block, _ROWS)
     for first in sorted({0, group.shape[0] // 2 * block + (block - size) // 2, m - size}):
         matrix, rows = int(group[first // block]), slice(first, first + size)
@@ -67,7 +71,7 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
             own["channel_scale"] = values["channel_scale"][matrix][None]
         one = jax.tree.map(lambda a, matrix=matrix: a[matrix][None], weight)
         want = np.asarray(expected(w=one, **own), np.float64)
-        wrong = np.argwhere(np.asarray(got[rows], np.float64) != want)
+        wrong = np.argwhere((np.asarray(got[rows], np.float64) != want) & (used[rows] >= 0)[:, None])
         if len(wrong):
             row, column = (int(i) for i in wrong[0])
             return (

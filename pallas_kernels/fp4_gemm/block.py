@@ -8,6 +8,9 @@ of N and all with the same tokens, and one that only copies: weights, scales and
 K is split in three ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step,
 over the blocks of a cluster, which store their sums into the first one's shared memory, or over blocks whose sums XLA
 adds. A cluster can also be blocks with other rows of N that share each copy of the activations.
+
+Most groups fill half a tile of tokens at most: where "used" says that the second half holds nothing, it is neither
+copied nor multiplied nor stored.
 """
 
 from __future__ import annotations
@@ -72,6 +75,11 @@ def stacked_tokens(c: Config) -> int:
     return c.tokens * (1 + c.stacked)
 
 
+def unit(c: Config, halved: bool) -> int:
+    """Tokens whose residuals follow them, where they are rows of one array: so the used half of a tile is its first."""
+    return c.tokens // 2 if halved else c.tokens
+
+
 def swizzled(columns: int) -> tuple[Any, Any]:
     """How rows of 128 bytes, `columns` elements, must lie in shared memory for wgmma."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
@@ -80,7 +88,8 @@ def swizzled(columns: int) -> tuple[Any, Any]:
 class Task(NamedTuple):
     """A tile of the output and its part of K: tile m of tokens, group n of row tiles, part `split`, of the weight
     `matrix`; steps first .. first + count - 1, none for rows without a matrix, of which the leading `compensated` have
-    residual channels (None: there is no residual).
+    residual channels (None: there is no residual). second: below 0 where the second half of its tokens holds none
+    (None: it is not known).
     """
 
     m: Any
@@ -90,6 +99,7 @@ class Task(NamedTuple):
     first: Any
     count: Any
     compensated: Any
+    second: Any = None
 
 
 class FourBit:
@@ -119,6 +129,7 @@ class FourBit:
         self.c, self.gmem, self.out, self.smem, self.fill = c, gmem, out, smem, fill
         self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
+        self.unit = unit(c, "used" in gmem)
         self.width = smem["x_smem"].shape[-1]
         wg = lax.axis_index("wg")
         self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
@@ -134,8 +145,11 @@ class FourBit:
         return m, n, lax.div(index, m_tiles * row_groups)
 
     def entry(self, index: Any) -> Any:
-        """What memory says of a task: its matrix, if it has one of some."""
-        return self.gmem["group"][self.tile(index)[0]] if "group" in self.gmem else None
+        """What memory says of a task: its matrix, if it has one of some, and the first of its second half of tokens."""
+        if "group" not in self.gmem:
+            return None
+        m, tokens = self.tile(index)[0], self.c.tokens
+        return self.gmem["group"][m], self.gmem["used"][m * tokens + tokens // 2] if "used" in self.gmem else None
 
     def task(self, index: Any, entry: Any) -> Task:
         """By its number and `entry`."""
@@ -147,14 +161,14 @@ class FourBit:
         steps = gmem["x"].shape[1] // self.width
         count, matrix = steps // c.splits, 0
         first = split * count
+        compensated = second = None
         if entry is not None:
-            matrix = jnp.maximum(entry, 0)
-            count = jnp.where(entry < 0, 0, count)
-        compensated = None
+            group, second = entry
+            matrix, count = jnp.maximum(group, 0), jnp.where(group < 0, 0, count)
         if "r" in gmem:
             total = gmem["r"].shape[1] // self.width
             compensated = count if total == steps else jnp.clip(total - first, 0, count)
-        return Task(m, n, split, matrix, first, count, compensated)
+        return Task(m, n, split, matrix, first, count, compensated, second)
 
     def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
         """carry = body(task, carry) for each task of this block, whose entry is read during the one before."""
@@ -193,12 +207,15 @@ class FourBit:
     def copies(self, task: Task, k: Any) -> dict[str, Any]:
         """Name -> what step k copies of it, of x and the weights."""
         c, rows = self.c, pl.ds(task.n * self.c.rows, self.c.rows)
-        tokens = pl.ds(task.m * stacked_tokens(c), stacked_tokens(c))
         return {
             "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
             "scales": self.gmem["scales"].at[task.matrix, rows, pl.ds(k * c.columns, c.columns)],
-            "x": self.gmem["x"].at[tokens, pl.ds(k * self.width, self.width)],
+            "x": self._tokens("x", task, k, stacked_tokens(c)),
         }
+
+    def _tokens(self, name: str, task: Task, k: Any, rows: int, share: int = 1) -> Any:
+        """What step k copies of x or the residual, whose tiles have `rows` rows: the first of `share` parts of them."""
+        return self.gmem[name].at[pl.ds(task.m * rows, rows // share), pl.ds(k * self.width, self.width)]
 
     def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
         """Starts the products of a stage; all but the last tile's are done on return. first, last: whether it is the
@@ -213,9 +230,10 @@ class FourBit:
                 a = decode.in_registers(words, scales)
             channels = pl.ds(TILE * t, TILE)
             self._take_turn(first if t == 0 else False)
-            plgpu.wgmma(acc, a, smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
+            tokens = pl.ds(0, acc.shape[1])
+            plgpu.wgmma(acc, a, smem["x_smem"].at[slot, tokens, channels].transpose((1, 0)))
             if compensated:
-                plgpu.wgmma(acc, a, smem["r_smem"].at[slot, :, channels].transpose((1, 0)))
+                plgpu.wgmma(acc, a, smem["r_smem"].at[slot, tokens, channels].transpose((1, 0)))
             self._pass_turn(last if t == self.c.columns - 1 else False)
             plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
 
@@ -245,12 +263,29 @@ class FourBit:
             k = task.first + i
             pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
             for name, source in self.copies(task, k).items():
-                how = shared if name == "x" else {}
-                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["full"].at[slot], **how)
+                full = smem["full"].at[slot]
+                if name == "x":
+                    copy_tokens(name, source, full, task, k, slot)
+                else:
+                    plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], full)
             if compensated:
-                tokens = pl.ds(task.m * c.tokens, c.tokens)
-                residual = self.gmem["r"].at[tokens, pl.ds(k * self.width, self.width)]
-                plgpu.copy_gmem_to_smem(residual, smem["r_smem"].at[slot], smem["r_full"].at[slot], **shared)
+                copy_tokens("r", self._tokens("r", task, k, c.tokens), smem["r_full"].at[slot], task, k, slot)
+
+        def copy_tokens(name, source, full, task, k, slot):
+            target = smem[f"{name}_smem"]
+            rows = target.shape[1]
+
+            def whole():
+                plgpu.copy_gmem_to_smem(source, target.at[slot], full, **shared)
+
+            def half():
+                part = self._tokens(name, task, k, rows, 2)
+                plgpu.copy_gmem_to_smem(part, target.at[slot, pl.ds(0, rows // 2)], full)
+
+            if task.second is None:
+                return whole()
+            pl.when(task.second < 0)(half)
+            pl.when(task.second >= 0)(whole)
 
         def steps(task, carry):
             def step(i, carry, compensated):
@@ -272,8 +307,14 @@ class FourBit:
         if c.tokens >= tiling.MANY_TOKENS:
             plgpu.set_max_registers(c.free_registers(), action="increase")
 
-        def product(task, slot):
-            early = self._scales(task) if c.tokens <= tiling.EARLY_SCALES else None  # the products hide reading them
+        def product(task, slot, share=1):
+            tokens = c.tokens // share
+            places = [pl.ds(task.m * c.tokens + i, self.unit) for i in range(0, tokens, self.unit)]
+            if not c.stacked:
+                places = [pl.ds(task.m * c.tokens, tokens)]
+            early = [None] * len(places)
+            if c.tokens <= tiling.EARLY_SCALES:  # the products hide reading them
+                early = [self._scales(task, place) for place in places]
 
             def scope(acc):
                 def step(i, slot, compensated):
@@ -296,11 +337,19 @@ class FourBit:
                     pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
                 return acc[...], after
 
-            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c))))
-            self._finish(task, y[:, : c.tokens] + y[:, c.tokens :] if c.stacked else y, early)
+            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c) // share)))
+            for i, (place, scales) in enumerate(zip(places, early, strict=True)):
+                n = place.size
+                sums = y[:, 2 * i * n : (2 * i + 1) * n] + y[:, (2 * i + 1) * n : (2 * i + 2) * n] if c.stacked else y
+                self._finish(task, place, sums, scales)
             return slot
 
-        self.each_task(product, jnp.int32(self.part))
+        def half_or_whole(task, slot):
+            if task.second is None:
+                return product(task, slot)
+            return lax.cond(task.second < 0, lambda: product(task, slot, 2), lambda: product(task, slot))
+
+        self.each_task(half_or_whole, jnp.int32(self.part))
 
     def _next(self, slot: Any, stride: int = 1) -> Any:
         slot = slot + stride
@@ -328,9 +377,9 @@ class FourBit:
             carry = loop(first, number(task.count), carry, False)
         return carry
 
-    def _finish(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
-        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it. scales: the
-        task's, if read before.
+    def _finish(self, task: Task, tokens: Any, y: Array, scales: tuple[Array, Array] | None) -> None:
+        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it. scales: of
+        these tokens and the task's rows, if read before.
         """
         c, smem = self.c, self.smem
 
@@ -351,9 +400,9 @@ class FourBit:
         def first():
             whole = add("part", c.parts - 1, y) if c.parts > 1 else y
             if not c.joined:
-                return self._store(task, whole, scales)
+                return self._store(task, tokens, whole, scales)
             pl.when(task.split > 0)(lambda: send_peer(whole))
-            pl.when(task.split == 0)(lambda: self._store(task, add("peer", c.splits - 1, whole), scales))
+            pl.when(task.split == 0)(lambda: self._store(task, tokens, add("peer", c.splits - 1, whole), scales))
 
         if c.parts == 1:
             first()
@@ -365,25 +414,23 @@ class FourBit:
         """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
         return ref[...] if self.interpret else compat.load(ref, plgpu.Layout.WGMMA, scattered=True)
 
-    def _store(self, task: Task, y: Array, scales: tuple[Array, Array] | None) -> None:
+    def _store(self, task: Task, tokens: Any, y: Array, scales: tuple[Array, Array] | None) -> None:
         """f32[64, tokens] of bare sums to the output, scaled unless XLA adds them up."""
-        rows, tokens = self._place(task)
         y = y * 2.0**self.exponent
         if "token_scale" in self.gmem:
-            token, channel = scales or self._scales(task)
+            token, channel = scales or self._scales(task, tokens)
             channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
             y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
         used = task.count > 0 if "group" in self.gmem else None
-        out = self.out.at[0 if self.c.joined else task.split, tokens, rows]
+        out = self.out.at[0 if self.c.joined else task.split, tokens, self._rows_of(task)]
         decode.store_rows(out, y, used, self.fill, self.interpret)
 
-    def _place(self, task: Task) -> tuple[Any, Any]:
-        """The warpgroup's rows and tokens of a task."""
-        rows = pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
-        return rows, pl.ds(task.m * self.c.tokens, self.c.tokens)
+    def _rows_of(self, task: Task) -> Any:
+        """The warpgroup's rows of a task."""
+        return pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
 
-    def _scales(self, task: Task) -> tuple[Array, Array] | None:
-        """Of a task's tokens, f32[tokens], and rows, f32[64] or f32[] where the matrix has one; None if XLA scales."""
+    def _scales(self, task: Task, tokens: Any) -> tuple[Array, Array] | None:
+        """Of tokens, f32[tokens], and a task's rows, f32[64] or f32[] where the matrix has one; None if XLA scales."""
 
         def read(name, index, axis):  # of the accumulator, beside which the scales lie in registers
             ref = self.gmem[name].at[index]
@@ -391,7 +438,7 @@ class FourBit:
 
         if "token_scale" not in self.gmem:
             return None
-        rows, tokens = self._place(task)
+        rows = self._rows_of(task)
         one = self.gmem["channel_scale"].shape[1] == 1
         channel = self.gmem["channel_scale"][task.matrix, 0] if one else read("channel_scale", (task.matrix, rows), 0)
         return read("token_scale", tokens, 1), channel

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.fp4_gemm import layout, reference, tiling
+from pallas_kernels.fp4_gemm import block, layout, reference, tiling
 from pallas_kernels.fp4_gemm.block import FourBit, run
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
@@ -27,6 +27,7 @@ def matmul(
     arranged: bool = False,
     fill: bool = True,
     source: Array | None = None,
+    used: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -35,22 +36,24 @@ def matmul(
     interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests; it knows no
     clusters. Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
     """
-    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source)
+    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used)
     rows = x.shape[0] if source is None else source.shape[0]
     c = _config(config, rows, w, residual is not None, group)
     x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
     token = None if token_scale is None else token_scale[:, 0]
     width = None if r is None else x.shape[1] if c.stacked else _residual_width(c, r.shape[1])
+    used = used if _halves(c, fill) else None
+    unit = block.unit(c, used is not None)
     if source is not None:
-        how = {"width": width, "tile": c.tokens if c.stacked else None, "fill": fill, "interpret": interpret}
+        how = {"width": width, "tile": unit if c.stacked else None, "fill": fill, "interpret": interpret}
         x, r, token = gather.rows(source, x, r, token, **how)
     else:
         x, r = _padded(x, c.tokens, 0), None if r is None else _padded(r, c.tokens, width)
         if c.stacked:
-            tiles = [a.reshape(-1, c.tokens, width) for a in (x, r)]
+            tiles = [a.reshape(-1, unit, width) for a in (x, r)]
             x, r = jnp.concatenate(tiles, axis=1).reshape(-1, width), None
     operands = {"x": x} | ({} if r is None else {"r": r})
-    return _product(operands, w, c, rows, token, channel_scale, group, out_dtype, fill, interpret)
+    return _product(operands, w, c, rows, token, channel_scale, group, used, out_dtype, fill, interpret)
 
 
 def quantized_matmul(
@@ -62,6 +65,7 @@ def quantized_matmul(
     channel_scale: Array | None = None,
     group: Array | None = None,
     read: Array | None = None,
+    used: Array | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
@@ -77,22 +81,29 @@ def quantized_matmul(
     `quantize_residual.pallas_triton.quantize`.
     """
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
-    reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None)
+    reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None, used)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
     how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
-    quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
+    used = used if _halves(c, fill) else None
+    tokens = block.unit(c, used is not None) if c.stacked else c.tokens
+    quantized = pallas_triton.quantize(x, tokens=tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
     scale = quantized.scale[: x.shape[0]]
-    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, out_dtype, fill, interpret)
+    return _product(operands, w, c, x.shape[0], scale, channel_scale, group, used, out_dtype, fill, interpret)
+
+
+def _halves(c: Config, fill: bool) -> bool:
+    """Whether a tile of tokens is divided, where the second half may hold none."""
+    return not fill and c.tokens == tiling.HALVED and c.splits * c.parts * c.cluster == 1
 
 
 def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
     groups = None if group is None else group.shape[0]
-    block = groups and rows // groups
-    c = config or tiling.choose(block or rows, w, compensated, groups)
-    tiling.check(c, w, compensated, block)
+    rows_each = groups and rows // groups
+    c = config or tiling.choose(rows_each or rows, w, compensated, groups)
+    tiling.check(c, w, compensated, rows_each)
     return c
 
 
@@ -107,11 +118,12 @@ def _residual_width(c: Config, channels: int) -> int:
     return -(-channels // (c.columns * TILE)) * c.columns * TILE
 
 
-def _product(operands, w, c, rows, token_scale, channel_scale, group, out_dtype, fill, interpret) -> Array:
+def _product(operands, w, c, rows, token_scale, channel_scale, group, used, out_dtype, fill, interpret) -> Array:
     """Activations in the kernel's order, "x" and perhaps "r", of M = `rows` rows, and f32[M] scales -> [M, N]."""
     operands = operands | {"words": w.words, "scales": w.scales}
     if group is not None:
         operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
+        operands |= {} if used is None else {"used": used}
     if c.splits > 1 and not c.joined:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret, fill), axis=0)[:rows, : w.n]
         token_scale = None if token_scale is None else token_scale[:, None]

@@ -53,13 +53,14 @@ def exact(
     arranged: bool = False,
     tokens: int = 0,
     fill: bool = True,
+    ends: bool = False,
     out_dtype: str = "float32",
 ) -> dict[str, Any]:
     """One product against float64, bit for bit, twice. residual: its leading channels. experts: as many blocks of m
     rows, of which the first has no matrix. poison: garbage in the weight's padding. nan: NaN in a scale of each kind.
     one_scale: one global scale a matrix, not one a channel. arranged: activations are handed over in kernel order.
     tokens: rows are gathered from as many, a third are of none. Nothing is asked of those, nor of rows without a
-    matrix, if not `fill`.
+    matrix, if not `fill`. ends: blocks have random numbers of rows that are used, and NaN or, of `tokens`, none behind.
     """
     rng = np.random.default_rng(m * n + k + residual)
     codes, scales, values = weights(rng, max(experts, 1), n, k, FEW_BITS)
@@ -81,6 +82,10 @@ def exact(
         kwargs["group"], ids = group, np.repeat(group, m)
     if tokens:
         kwargs["source"] = source = np.where(rng.random(rows) < 1 / 3, -1, source * 5 % tokens).astype(np.int32)
+    if ends:
+        kwargs["used"] = used = used_rows(rng, max(experts, 1), m)
+        source = np.where(used < 0, -1, source * 5 % given) if tokens else source
+        kwargs |= {"source": source} if tokens else {}
     order = (lambda a: layout.arrange(a, 1)) if arranged else lambda a: a
     if residual:
         kwargs["residual"] = order(jnp.asarray(r, jnp.bfloat16))
@@ -96,8 +101,16 @@ def exact(
         want = want.astype(ml_dtypes.bfloat16)
     how = {"config": config, "out_dtype": out_dtype, "arranged": arranged, "fill": fill}
     run, read = jax.jit(functools.partial(mosaic.matmul, **how)), (ids >= 0) & (source >= 0) | fill
+    if ends and not tokens:
+        x[used < 0], read = np.nan, read & (used >= 0)
     got = [np.asarray(run(order(jnp.asarray(x, jnp.bfloat16)), w, **kwargs)) for _ in range(2)]
     return compare([a[read] for a in got], want[read])
+
+
+def used_rows(rng: Any, blocks: int, rows: int) -> Any:
+    """i32[blocks * rows], -1 behind random numbers of rows, 0 to all, of each block; 0 elsewhere."""
+    held = rng.integers(0, rows + 1, blocks)
+    return np.where(np.arange(rows) < held[:, None], 0, -1).reshape(-1).astype(np.int32)
 
 
 def compare(got: list[Any], want: Any) -> dict[str, Any]:
@@ -202,6 +215,10 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(8, 1536, 2048, experts=40, residual=2048, fill=False)
     add(16, 1536, 2048, experts=40, residual=2048, arranged=True, tokens=64, fill=False)
     add(32, 1536, 2048, experts=20, residual=1024, arranged=True, tokens=64)
+    for options in ({}, {"residual": 2048}, {"residual": 2048, "tokens": 64, "arranged": True}):
+        add(16, 1536, 2048, experts=100, fill=False, ends=True, **options)
+    add(16, 640, 768, Config(16, 2, 3, 2, 1, False, 7), experts=40, residual=384, fill=False, ends=True)
+    add(32, 640, 768, experts=40, residual=768, fill=False, ends=True)
     add(8, 192, 240, experts=6, residual=112, tokens=5)
     add(16, 192, 256, residual=256, experts=5)
     add(32, 192, 256, Config(8, 2, 3, 1, 2), residual=128, experts=5)

@@ -24,6 +24,7 @@ def matmul(
     arranged: bool = False,
     fill: bool = True,
     source: Array | None = None,
+    used: Array | None = None,
 ) -> Array:
     """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
 
@@ -34,9 +35,10 @@ def matmul(
     out_dtype: float32 or bfloat16. arranged: x and residual come from `layout.arrange`, [M, K'] and [M, S'], as from a
     producer that writes this order. source: with `group`, i32[P], the row of x, residual and token_scale that is row m
     of P = M, below 0 for none: zeros. fill: False where nobody reads rows without a matrix or a source, which may then
-    be anything. Raises ValueError for anything else.
+    be anything, and rows where used i32[M], with `group`, is below 0, which are the last of each block. Raises
+    ValueError for anything else.
     """
-    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source)
+    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used)
     if source is not None:
         x, residual, token_scale = (a if a is None else gathered(a, source) for a in (x, residual, token_scale))
     if arranged:
@@ -73,7 +75,7 @@ def row_groups(group: Array | None, rows: int) -> Array:
     return jnp.zeros((rows,), jnp.int32) if group is None else jnp.repeat(group, rows // group.shape[0])
 
 
-def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source) -> None:
+def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used) -> None:
     """Raises ValueError for arguments that `matmul` does not take."""
     experts = w.words.shape[0]
     step = layout.TILE if arranged else layout.BLOCK
@@ -99,17 +101,21 @@ def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged
         raise ValueError(
             f"channel_scale is {channel_scale.dtype} {channel_scale.shape}: pass float32 [{experts}, {w.n} or 1]"
         )
-    check_rows(m, experts, group, source, out_dtype)
+    check_rows(m, experts, group, source, used, out_dtype)
 
 
-def check_rows(m: int, experts: int, group: Array | None, source: Array | None, out_dtype: DTypeLike) -> None:
-    """Raises ValueError for group, source and out_dtype that `matmul` of M rows of x does not take."""
+def check_rows(
+    m: int, experts: int, group: Array | None, source: Array | None, used: Array | None, out_dtype: DTypeLike
+) -> None:
+    """Raises ValueError for group, source, used and out_dtype that `matmul` of M rows of x does not take."""
     if source is not None:
         if source.dtype != jnp.int32 or source.ndim != 1 or group is None:
             raise ValueError(f"source is {source.dtype} {source.shape}: pass int32 [P], and group")
         m = len(source)
     if group is not None and (group.dtype != jnp.int32 or group.ndim != 1 or not len(group) or m % len(group)):
         raise ValueError(f"group is {group.dtype} {group.shape}: pass int32 [B], B dividing M={m}")
+    if used is not None and (used.dtype != jnp.int32 or used.shape != (m,) or group is None):
+        raise ValueError(f"used is {used.dtype} {used.shape}: pass int32 [{m}], and group")
     if group is None and experts != 1:
         raise ValueError(f"w holds {experts} matrices: pass group, the matrix of each block of rows")
     if jnp.dtype(out_dtype) not in OUT_DTYPES:

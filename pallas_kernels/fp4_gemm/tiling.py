@@ -13,6 +13,7 @@ _REGISTERS = 512  # a multiprocessor has as many for each of 128 threads
 PRODUCER_REGISTERS = 40  # of the warpgroup that copies, if it gives the others some of its own
 MANY_TOKENS = 256  # when it does
 EARLY_SCALES = 16  # tokens up to which registers allow to read a task's scales before its products
+HALVED = 16  # tokens of tiles whose unused halves are left out: of 32, ptxas takes registers for one block, not two
 MULTIPROCESSORS = 132  # of an H100 or H200
 CLUSTER = 8  # blocks that every GPU can run as a cluster
 

@@ -26,7 +26,7 @@ from pallas_kernels.fp4_gemm.block import FourBit, Task, run
 from pallas_kernels.fp4_gemm.layout import TILE
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.fp4_gemm.tiling import Config
-from pallas_kernels.grouped_fp4_gemm.bench import SHAPES, TOP_K, block_of, routed
+from pallas_kernels.grouped_fp4_gemm.bench import SHAPES, TOP_K, block_of, layout_of
 from pallas_kernels.grouped_gemm import blocked
 from pallas_kernels.jobs import Job, Row
 
@@ -88,8 +88,8 @@ class _NoDecoding:
         for t in range(self.c.columns):
             words = self.smem["words_smem"].at[slot, self.row, pl.ds(2 * t, 2)]
             a = _undecoded()(compat.load(words, plgpu.Layout.WG_STRIDED((2, 256), vec_size=4)))
-            channels = pl.ds(TILE * t, TILE)
-            plgpu.wgmma(acc, a, self.smem["x_smem"].at[slot, :, channels].transpose((1, 0)))
+            tokens, channels = pl.ds(0, acc.shape[1]), pl.ds(TILE * t, TILE)
+            plgpu.wgmma(acc, a, self.smem["x_smem"].at[slot, tokens, channels].transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
 
@@ -137,17 +137,16 @@ def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
     return found
 
 
-def operands(key: Array, shape: Shape, tokens: int, block: int, c: Config) -> dict[str, Array]:
+def operands(key: Array, shape: Shape, tokens: int, c: Config) -> dict[str, Array]:
     """By name, as `fp4_gemm.mosaic` prepares them for `run`."""
-    w = measure.packed(key, shape)
-    sizes = blocked.blocks_of(routed(key, shape, tokens * TOP_K), tokens * TOP_K, block).sizes
-    rows = block * blocked.most_blocks(tokens * TOP_K, shape.experts, block)
-    group, used = blocked.block_groups(sizes, rows, block)
-    return {
+    w, layout = measure.packed(key, shape), layout_of(key, shape, tokens * TOP_K)[0]
+    rows = len(layout.used)
+    halves = {"used": layout.used} if c.tokens == tiling.HALVED else {}
+    return halves | {
         "x": jax.random.normal(key, (rows * (1 + c.stacked), shape.k), jnp.bfloat16),
         "words": w.words,
         "scales": w.scales,
-        "group": jnp.where(used, group, -1),
+        "group": layout.group,
         "token_scale": jnp.ones(rows),
         "channel_scale": jnp.ones((shape.experts, 1)),
     }
@@ -158,7 +157,7 @@ def timed(kind: type[FourBit], shape: Shape, tokens: int, stacked: bool) -> Row:
     block = block_of(shape, tokens * TOP_K)
     w = jax.eval_shape(lambda: measure.packed(jax.random.key(0), shape))
     c = tiling.choose(block, w, stacked, blocked.most_blocks(tokens * TOP_K, shape.experts, block))
-    make = jax.jit(functools.partial(operands, shape=shape, tokens=tokens, block=block, c=c))
+    make = jax.jit(functools.partial(operands, shape=shape, tokens=tokens, c=c))
     sets = [make(key) for key in timing.keys(shape.weights * 9 / 16)]
     active = float(np.mean([len(np.unique(np.asarray(s["group"]))) - 1 for s in sets]))
     least = 1e6 * active * shape.n * shape.k * 9 / 16 / timing.READ_BYTES

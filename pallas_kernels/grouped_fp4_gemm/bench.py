@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,19 +113,34 @@ def routed(key: Array, shape: Shape, rows: int) -> Array:
     return jnp.sum(ids[:, None] == jnp.arange(shape.experts), axis=0, dtype=jnp.int32)
 
 
+class Layout(NamedTuple):
+    """Of padded groups: sizes i32[E], group i32[P / block], used i32[P], as `sorted_rows.matmul` takes them."""
+
+    sizes: Array
+    group: Array
+    used: Array
+
+
+def layout_of(key: Array, shape: Shape, rows: int) -> tuple[Layout, blocked.Blocks]:
+    """Of sampled routing."""
+    block = block_of(shape, rows)
+    b = blocked.blocks_of(routed(key, shape, rows), rows, block)
+    group, inside = blocked.block_groups(b.sizes, b.row.shape[0], block)
+    return Layout(b.sizes, jnp.where(inside, group, -1), jnp.where(b.filled, b.row, -1)), b
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _rows(key: Array, shape: Shape, rows: int) -> tuple[Array, Array]:
-    """(bf16[P, K] in padded groups, their sizes)."""
-    sizes = routed(key, shape, rows)
-    b = blocked.blocks_of(sizes, rows, block_of(shape, rows))
-    return blocked.pad(jax.random.normal(key, (rows, shape.k), jnp.bfloat16), b), b.sizes
+def _rows(key: Array, shape: Shape, rows: int) -> tuple[Array, Layout]:
+    """bf16[P, K] in padded groups."""
+    layout, b = layout_of(key, shape, rows)
+    return blocked.pad(jax.random.normal(key, (rows, shape.k), jnp.bfloat16), b), layout
 
 
 def _timed(fn: Callable, shape: Shape, rows: int, weight_bytes: float, weights: Callable[[Array], Any]) -> Row:
-    """fn(x, sizes, w): microseconds, and what was reached over the weights of experts with rows."""
+    """fn(x, layout, w): microseconds, and what was reached over the weights of experts with rows."""
     keys = timing.keys(shape.weights * weight_bytes)
     sets = [(*_rows(key, shape, rows), weights(key)) for key in keys]
-    active = float(np.mean([np.count_nonzero(s[1]) for s in sets]))
+    active = float(np.mean([np.count_nonzero(s[1].sizes) for s in sets]))
     return reached(shape, rows, weight_bytes, active, timing.microseconds(fn, sets))
 
 
@@ -139,26 +154,25 @@ def reached(shape: Shape, rows: int, weight_bytes: float, active: float, times: 
 
 
 def fp4(shape: Shape, rows: int, kind: str, config: Config | None) -> Row:
-    """Our kernel with all that surrounds it, from bf16 rows to bf16 sums."""
+    """Our kernel with all that surrounds it but the layout, from bf16 rows to bf16 sums."""
     block = block_of(shape, rows)
     residual = {"W4A4": 0, "RAC half": shape.k // 2}.get(kind, shape.k)
     how = {"out_dtype": jnp.bfloat16, "config": config} | ({} if kind == "W4A16" else {"residual": residual})
     product = functools.partial(mosaic.matmul if kind == "W4A16" else mosaic.quantized_matmul, **how)
     scale = jnp.ones((shape.experts, 1))
 
-    def fn(x, sizes, w):
-        return sorted_rows.matmul(product, x, w, sizes, block=block, channel_scale=scale)
+    def fn(x, layout, w):
+        own = {"group": layout.group, "used": layout.used, "fill": False}
+        return sorted_rows.matmul(product, x, w, layout.sizes, block=block, channel_scale=scale, **own)
 
     return _timed(fn, shape, rows, 9 / 16, lambda key: measure.packed(key, shape))
 
 
 def fp8(shape: Shape, rows: int, config: Config) -> Row:
     """The same kernel in FP8, activations cast before it."""
-    block = block_of(shape, rows)
 
-    def fn(x, sizes, w):
-        group, used = blocked.block_groups(sizes, x.shape[0], block)
-        return fp8_peer.matmul(x.astype(jnp.float8_e4m3fn), w, config, jnp.where(used, group, -1))
+    def fn(x, layout, w):
+        return fp8_peer.matmul(x.astype(jnp.float8_e4m3fn), w, config, layout.group)
 
     return _timed(fn, shape, rows, 1, functools.partial(_dense, shape, "float8_e4m3fn"))
 
@@ -167,7 +181,7 @@ def xla(shape: Shape, rows: int, dtype: str) -> Row:
     """XLA's batched product over all experts, each with room for four times the mean of rows."""
     most = max(8, -(-4 * rows // shape.experts // 8) * 8)
 
-    def fn(x, sizes, w):
+    def fn(x, layout, w):
         x = jnp.resize(x, (shape.experts, most, shape.k)).astype(dtype)
         return jnp.einsum("emk,enk->emn", x, w, preferred_element_type=jnp.bfloat16)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.fp4_gemm import layout, mosaic
-from pallas_kernels.fp4_gemm.prove import FEW_BITS, compare, powers, weights
+from pallas_kernels.fp4_gemm.prove import FEW_BITS, compare, powers, used_rows, weights
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.grouped_fp4_gemm import sorted_rows
 from pallas_kernels.quantize_residual import prove as quantizer
@@ -40,10 +40,12 @@ def exact(
     *,
     config: Config | None = None,
     block: int | None = None,
+    ends: bool = False,
     product: Callable | None = None,
 ) -> dict[str, Any]:
     """One grouped product against float64, bit for bit, twice. Rows beyond the sizes' sum hold NaN, or with `block`,
-    which divides rows and sizes, 0. product: another one than the kernel's, for tests.
+    which divides rows and sizes, 0. ends: of each such block a random number of rows is used, those behind hold NaN
+    and nothing is asked of them. product: another one than the kernel's, for tests.
     """
     rng = np.random.default_rng(rows + len(sizes) + k)
     codes, scales, values = weights(rng, len(sizes), n, k, FEW_BITS)
@@ -66,18 +68,23 @@ def exact(
     for e in np.unique(ids):
         sums = both[:used][ids == e] @ values[e].T
         want[:used][ids == e] = sums.astype(np.float32) * (token[:used][ids == e] * channel[e])
+    asked, how = np.ones(rows, bool), {}
     if block is None:
         x[used:] = np.nan
+    elif ends:
+        last = used_rows(rng, rows // block, block)
+        x[last < 0], asked = np.nan, (last >= 0) & (np.arange(rows) < used)
+        how = {"used": jnp.asarray(last), "fill": False}
     args = jnp.asarray(x, jnp.bfloat16), jax.jit(layout.pack)(codes, scales), np.asarray(sizes, np.int32)
     if kind == "W4A16":
-        how, product = {"rows": {"token_scale": jnp.asarray(token)}}, product or mosaic.matmul
+        how, product = how | {"rows": {"token_scale": jnp.asarray(token)}}, product or mosaic.matmul
     else:
-        how, product = {"residual": channels, "mask": mask}, product or mosaic.quantized_matmul
+        how, product = how | {"residual": channels, "mask": mask}, product or mosaic.quantized_matmul
     how |= {"config": config} if config else {}
     run = jax.jit(
         functools.partial(sorted_rows.matmul, product, channel_scale=jnp.asarray(channel), block=block, **how)
     )
-    return compare([np.asarray(run(*args)) for _ in range(2)], want)
+    return compare([np.asarray(run(*args))[asked] for _ in range(2)], want[asked])
 
 
 def skewed(rows: int, experts: int) -> list[int]:
@@ -102,6 +109,7 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         add("skewed", 300, skewed(300, 60), 256, 768, kind, config=Config(8, 2, 3, 2, 1, False, 132))
         add("sum below M", 200, skewed(130, 40), 192, 256, kind)
         add("one", 37, [37], 130, 192, kind)
+        add("used in part", 2048, [16] * 100 + [0] * 20, 768, k, kind, block=16, ends=True)
     for kind in ("W4A16", "RAC dense"):
         add("one, half", 37, [20], 130, 192, kind)
         add("first, middle and last empty", 64, [0, 20, 0, 40, 0], 192, 256, kind)

@@ -38,6 +38,7 @@ def matmul(
     block: int | None = None,
     group: Array | None = None,
     source: Array | None = None,
+    used: Array | None = None,
     **kwargs: Any,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T by `product`, one of `fp4_gemm`'s or `direct_gemm`'s: x [M, K] sorted by group, w of at
@@ -46,18 +47,21 @@ def matmul(
     first: the matrix of group 0. rows: arguments of the product with a row a row of x. block: a promise that it divides
     M and every size, which saves padding; rows without a pair are zero then. None takes `block_rows`.
     group i32[M / block]: with `block`, the matrix of each, -1 for none, where it is known. source i32[M]: with `block`,
-    of x [T, K] and `rows` the row that is row m, below 0 for none. Other arguments are passed on.
+    of x [T, K] and `rows` the row that is row m, below 0 for none. used i32[M]: with `block`, below 0 for rows that
+    nobody reads, the last of a block; None takes `source`. Other arguments are passed on.
     """
     total, how = x.shape[0], kwargs
     if source is not None:
         total, how = source.shape[0], kwargs | {"source": source}
+    used = source if used is None else used
+    how = how if used is None else how | {"used": used}
     operands, sizes, padded = {"x": x} | (rows or {}), group_sizes, None
     if block is None:
         block = block_rows(total, group_sizes.shape[0])
         padded = blocked.blocks_of(group_sizes, total, block)
         operands, sizes = jax.tree.map(lambda a: blocked.pad(a, padded), operands), padded.sizes
     if group is None:
-        group, used = blocked.block_groups(sizes, total if padded is None else padded.row.shape[0], block)
-        group = jnp.where(used, group + first, -1)
+        group, inside = blocked.block_groups(sizes, total if padded is None else padded.row.shape[0], block)
+        group = jnp.where(inside, group + first, -1)
     y = product(operands.pop("x"), w, group=group, **operands, **how)
     return y if padded is None else blocked.unpad(y, padded, group_sizes, total)

@@ -177,6 +177,6 @@ class _Outer(_DotTransposed):
         words = self.smem["words_smem"].at[slot, :, pl.ds(lax.axis_index("wg") * TILE, TILE)]
         plgpu.wgmma(acc, words.transpose((1, 0)), self.smem["x_smem"].at[slot])
 
-    def _store(self, task: Task, y: Array, scales: Any) -> None:
+    def _store(self, task: Task, tokens: Any, y: Array, scales: Any) -> None:
         rows = pl.ds((task.n * self.c.warpgroups + lax.axis_index("wg")) * TILE, TILE)
         self.out.at[task.matrix, rows, pl.ds(task.m * self.c.tokens, self.c.tokens)][...] = y

@@ -133,7 +133,7 @@ def linear(
     block: int | None = None,
     group: Array | None = None,
     source: tuple[Array, Callable[[Array], Array]] | None = None,
-    read: Array | None = None,
+    read: tuple[Array, Array] | None = None,
 ) -> Array:
     """x f[..., K] times the GEMM weight `name` under the precision of its role -> f32[..., N].
 

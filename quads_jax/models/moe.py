@@ -164,7 +164,8 @@ class Experts(nn.Module):
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
         hidden = swiglu(up, p.dtype)
-        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=d.slot, **groups)
+        read = d.slot, d.token
+        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=read, **groups)
 
 
 class MoE(nn.Module):
