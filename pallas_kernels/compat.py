@@ -36,13 +36,10 @@ def check_version() -> None:
 
 
 def warpgroup_kernel(
-    body: Callable, out_type: Any, scratch_types: dict, blocks: int, warpgroups: int, name: str, cluster: int = 1
+    body: Callable, out_type: Any, scratch_types: dict, blocks: int, warpgroups: int, name: str
 ) -> Callable:
-    """A Mosaic GPU kernel of a grid "block", of clusters of as many blocks "peer" if `cluster` is more than one, and
-    `warpgroups` warpgroups "wg" a block, under warpgroup semantics.
-    """
+    """A Mosaic GPU kernel of a grid "block" and `warpgroups` warpgroups "wg" a block, under warpgroup semantics."""
     check_version()
-    peers = {"cluster": (cluster,), "cluster_names": ("peer",)} if cluster > 1 else {}
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -53,7 +50,6 @@ def warpgroup_kernel(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LoweringSemantics.Warpgroup),
         kernel_name=name,
-        **peers,
     )
 
 
@@ -72,11 +68,6 @@ def in_one_warp(body: Callable[[], None], interpret: bool) -> None:
 def load(ref: Any, layout: Any, scattered: bool = False) -> jax.Array:
     """ref[...] in a register layout. scattered: also where the layout's threads do not read whole vectors."""
     return plgpu.load(ref, layout=layout, optimized=not scattered)
-
-
-def store_to_peer(y: jax.Array, ref: Any, barrier: Any, peer: int, axis: str) -> None:
-    """Stores registers to `ref` in the shared memory of a cluster's block `peer`, and arrives on `barrier` there."""
-    plgpu.async_store_smem(y, ref, barrier, cluster_idx=jax.numpy.int32(peer), cluster_dim=axis, optimized=False)
 
 
 def interpreted() -> Any:

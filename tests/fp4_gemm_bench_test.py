@@ -14,7 +14,7 @@ from pallas_kernels.fp4_gemm.tiling import Config
 
 
 def test_a_tilings_name_is_its_value():
-    found = {Config(8, 1, 2), Config(64, 2, 3, 4, 8, True, 132, 2, True, 1, True, True), Config(8, 1, 2, 4, shared=4)}
+    found = {Config(8, 1, 2), Config(64, 2, 3, 4, 8, True, 132, 2), Config(8, 1, 2, 4, parts=4)}
     found |= {job.args[-1] for about, job in bench.all_jobs(False, True) if about.get("config", "rule") != "rule"}
     assert all(tiling.parse(str(c)) == c for c in found) and len({str(c) for c in found}) == len(found)
     for (tokens, n, k, compensated), text in tiling.TUNED.items():
@@ -97,7 +97,7 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
     ]
     rows += [
         rows[0] | {"config": config, "us": us, "p90": us}
-        for config, us in (("t16 c4 s6 w2 k1", 48.0), ("t16 c8 s2 w2 k1 turns", 40.0))
+        for config, us in (("t16 c4 s6 w2 k1", 48.0), ("t16 c8 s2 w4 k1", 40.0))
     ]
     rows += [
         {"prove": "good", "ok": True},
@@ -110,7 +110,7 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
     jobs.show(tmp_path, bench.report)
     printed = capsys.readouterr().out
     assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
-    assert '(16, 32768, 8192, False): "t16 c8 s2 w2 k1 turns",  # 40.0 us at M=16, the rule\'s 50.0: W4A16' in printed
+    assert '(16, 32768, 8192, False): "t16 c8 s2 w4 k1",  # 40.0 us at M=16, the rule\'s 50.0: W4A16' in printed
     assert "sanitize: racecheck  ok: True  skipped: no tool" in printed and "an empty kernel: 2.5 us" in printed
     assert (tmp_path / "roofline.png").stat().st_size > 0
 

@@ -277,8 +277,7 @@ def test_a_nan_scale_reaches_its_rows_only():
         ((13, 40, 192, 64, None), Config(8, 1, 2, 2, 3, True)),
         # each part goes round its buffers and ends in both loops
         ((5, 33, 640, 384, None), Config(8, 1, 4, 2, 1, parts=2)),
-        ((5, 33, 128, 128, None), Config(8, 1, 4, 2, 1, True, parts=2, turns=True)),
-        ((5, 33, 192, 64, None), Config(8, 1, 2, 2, 1, turns=True, ahead=True)),
+        ((5, 33, 128, 128, None), Config(8, 1, 4, 2, 1, True, parts=2)),
     ],
 )
 def test_kernel_by_interpreter(shape, config):
@@ -384,12 +383,9 @@ def test_errors_name_value_and_fix():
             reference.matmul(**{"x": x, "w": w} | kwargs)
     for config, message in [
         (Config(24, 1, 2), "tokens=24 of a tiling is none of"),
-        (Config(8, 1, 2, 4), "warpgroups=4 / parts=1 x shared=1 does not divide the 2 row tiles of N=64"),
-        (Config(8, 1, 2, shared=2), "warpgroups=2 / parts=1 x shared=2 does not divide the 2 row tiles of N=64"),
+        (Config(8, 1, 2, 4), "warpgroups=4 / parts=1 does not divide the 2 row tiles of N=64"),
         (Config(8, 1, 3, 4, parts=2), "stages=3 of t8 c1 s3 w4 k1 parts=2 must be a multiple of parts=2"),
-        (Config(8, 1, 2, 2, 9, joined=True), "a cluster, 2 to 8 blocks"),
-        (Config(8, 1, 2, 2, parts=2, turns=True), "has 1 stages of K, not a multiple of parts: no turns"),
-        (Config(8, 1, 2, blocks=9, turns=True), "b9 turns shares tiles among blocks=9"),
+        (Config(8, 1, 2, blocks=9, parts=2), "b9 parts=2 shares tiles among blocks=9"),
         (Config(8, 2, 2), "columns=2 x splits=1 does not divide the 1 column tiles of K=64"),
         (Config(8, 1, 2, 2, 1, True), "t8 c1 s2 w2 k1 stacked needs a residual"),
         (Config(128, 1, 2, 4), "needs 122 registers a thread and can have 96"),

@@ -25,13 +25,13 @@ from pallas_kernels.fp4_gemm.shapes import SHAPES, Shape
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.jobs import Job, Row
 
-# Names of proofs: padding, a residual, groups, parts of K in a block and in a cluster, a shared copy
+# Names of proofs: padding, a residual, groups, their unused ends, parts of K in a block and in several
 SANITIZED = (
     "5 33 48 poison=True",
     "127 33 48 residual=48",
     "16 192 256 experts=6",
-    f"37 512 1024 {Config(16, 2, 4, 4, 2, parts=2, joined=True)}",
-    f"64 512 1024 {Config(64, 2, 3, 4, shared=2, turns=True, ahead=True)}",
+    f"16 640 768 {Config(16, 2, 3, 2, 1, False, 7)} experts=40 residual=384 fill=False ends=True",
+    f"37 512 1024 {Config(16, 2, 4, 4, 2, parts=2)}",
 )
 PEERS = ("BF16 XLA", "FP8 XLA", "FP8 our kernel")
 
@@ -80,9 +80,6 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
         tokens = next(t for t in tiling.TOKEN_TILES if t >= m)
         splits = tiling.choose(m, w, False, None).splits
         plain = [Config(tokens, *rest, splits) for rest in (((4, 3, 2), (2, 5, 4)) if tokens <= 64 else ((2, 3, 2),))]
-        plain.append(dataclasses.replace(plain[0], ahead=True))
-        if 1 < splits <= tiling.CLUSTER and m <= 16:
-            plain.append(dataclasses.replace(plain[0], joined=True))
         for c in plain:
             if shape.k % (c.columns * splits * layout.TILE) == 0:
                 yield job("FP8 our kernel", measure.fp8_kernel, c, config=c)
@@ -103,22 +100,14 @@ def candidates(rows: int, w: layout.Packed, groups: int | None, compensated: boo
         change = functools.partial(change, blocks=0)  # as the others need
     if compensated:
         found.append(change(stacked=not rule.stacked, warpgroups=2))
-    if rule.splits > 1:  # a small layer: parts of K that need no second kernel, in a cluster or in a block
-        found += [change(joined=True), change(splits=rule.splits // 2, joined=rule.splits > 2)]
-        if rule.tokens >= 64:  # four warpgroups' sums of as many parts do not fit
-            found.append(change(warpgroups=2, stages=4, splits=2, joined=True))
-        for parts, columns, stages, splits in ((4, 2, 8, 1), (2, 4, 4, 2), (4, 4, 8, 1), (4, 2, 8, 2), (2, 4, 4, 1)):
-            tiled = functools.partial(change, columns=columns, stages=stages, warpgroups=4, parts=parts)
-            found.append(tiled(splits=splits, joined=splits > 1))
+    if rule.splits > 1:  # a small layer: parts of K that need no second kernel
+        for parts, columns, stages in ((4, 2, 8), (4, 4, 8), (4, 2, 4), (4, 1, 8), (2, 4, 4)):
+            found.append(change(columns=columns, stages=stages, warpgroups=4, splits=1, parts=parts))
         found += [change(splits=2 * rule.splits), change(splits=rule.splits // 2)]
     small = ((8, 2, 4), (8, 2, 2), (4, 4, 4), (4, 3, 2), (4, 6, 2))
     large = ((2, 4, 4), (4, 3, 4), (2, 3, 4), (4, 4, 2), (1, 6, 2), (1, 4, 2), (2, 2, 2))
     for columns, stages, warpgroups in small if rule.tokens <= 16 else large:
-        tiled = functools.partial(change, columns=columns, stages=stages, warpgroups=warpgroups)
-        many = rule.tokens >= 32 and columns <= 2 and not compensated  # others are serialized
-        found += [tiled(turns=True), tiled(ahead=many, turns=True), tiled(ahead=many), tiled()]
-        if rule.splits == 1 and warpgroups == 4:
-            found += [tiled(shared=n, ahead=many, turns=True) for n in (2, 4)] + [tiled(shared=2, ahead=many)]
+        found.append(change(columns=columns, stages=stages, warpgroups=warpgroups))
     return [c for c in dict.fromkeys(found) if _fits(c, w, compensated, rows if groups else None)]
 
 

@@ -5,9 +5,8 @@ activations, [tokens, K] in shared memory, are B. A block of threads is some war
 of N and all with the same tokens, and one that only copies: weights, scales and activations come by TMA through
 `stages` buffers. Residual activations are a second wgmma on the same decoded registers, or further columns of the one.
 
-K is split in three ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step,
-over the blocks of a cluster, which store their sums into the first one's shared memory, or over blocks whose sums XLA
-adds. A cluster can also be blocks with other rows of N that share each copy of the activations.
+K is split in two ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step, or
+over blocks whose sums XLA adds.
 
 Most groups fill half a tile of tokens at most: where "used" says that the second half holds nothing, it is neither
 copied nor multiplied nor stored.
@@ -39,8 +38,8 @@ def run(
     interpret: bool,
     fill: bool = True,
 ) -> Array:
-    """Operands by name, as `mosaic` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K, one
-    where the blocks of a cluster join theirs. fill: rows without a matrix are 0, else they stay unwritten.
+    """Operands by name, as `mosaic` prepares them -> out_dtype[splits, M', N'] of (scaled) sums over parts of K. fill:
+    rows without a matrix are 0, else they stay unwritten.
     """
     out, tasks = kind.output(c, operands, out_dtype)
     blocks = min(c.blocks or tasks, tasks)
@@ -55,19 +54,16 @@ def run(
         pl.when(wg == c.warpgroups)(tile.produce)
         pl.when(wg < c.warpgroups)(tile.consume)
 
-    clusters = blocks // c.cluster
-    kernel = compat.warpgroup_kernel(body, out, scratch, clusters, c.warpgroups + 1, kind.name, c.cluster)
-    return kernel(*operands.values())
+    return compat.warpgroup_kernel(body, out, scratch, blocks, c.warpgroups + 1, kind.name)(*operands.values())
 
 
 def sums(c: Config) -> dict[str, Any]:
-    """Shared memory and barriers by name for sums of other warpgroups ("part") and of other blocks ("peer")."""
-    found: dict[str, Any] = {}
-    for name, others in (("part", c.parts - 1), ("peer", c.splits - 1 if c.joined else 0)):
-        if others:
-            found[f"{name}_sums"] = plgpu.SMEM((others, c.rows, TILE, c.tokens), jnp.float32)
-            found[f"{name}_done"] = plgpu.Barrier(num_arrivals=others, num_barriers=c.rows)
-    return found
+    """Shared memory and barriers by name for sums of other warpgroups."""
+    others = c.parts - 1
+    if not others:
+        return {}
+    part_sums = plgpu.SMEM((others, c.rows, TILE, c.tokens), jnp.float32)
+    return {"part_sums": part_sums, "part_done": plgpu.Barrier(num_arrivals=others, num_barriers=c.rows)}
 
 
 def stacked_tokens(c: Config) -> int:
@@ -115,7 +111,7 @@ class FourBit:
     def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
         """What the kernel writes, [splits, M', N'], and the number of its tasks."""
         m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
-        out = jax.ShapeDtypeStruct((1 if c.joined else c.splits, m_tiles * c.tokens, rows), dtype)
+        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows), dtype)
         return out, m_tiles * (rows // TILE // c.rows) * c.splits
 
     @staticmethod
@@ -135,9 +131,8 @@ class FourBit:
         self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
 
     def tile(self, index: Any) -> tuple[Any, Any, Any]:
-        """Tile of tokens, group of row tiles and part of K of a task, or of a cluster, whose blocks have their own."""
-        c = self.c
-        m_tiles, row_groups = self.out.shape[1] // c.tokens, self.out.shape[2] // (TILE * c.rows * c.shared)
+        """Tile of tokens, group of row tiles and part of K of a task."""
+        m_tiles, row_groups = self.out.shape[1] // self.c.tokens, self.out.shape[2] // (TILE * self.c.rows)
         if "group" in self.gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
             n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
         else:  # blocks with the same weights run together
@@ -155,9 +150,6 @@ class FourBit:
         """By its number and `entry`."""
         c, gmem = self.c, self.gmem
         m, n, split = self.tile(index)
-        peer = lax.axis_index("peer") if c.cluster > 1 else 0
-        split = peer if c.joined else split
-        n = n if c.shared == 1 else n * c.shared + peer
         steps = gmem["x"].shape[1] // self.width
         count, matrix = steps // c.splits, 0
         first = split * count
@@ -194,15 +186,9 @@ class FourBit:
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
-        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use, by all
-        blocks that got the same copy; turn: a warpgroup may multiply.
-        """
+        """A stage's barriers: full after `copies` copies, r_full after the residual's, empty after its use."""
         arrivals = {"full": copies, "empty": c.rows} | ({"r_full": 1} if compensated else {})
-        found = {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
-        if c.shared > 1:
-            peers = {"collective_axes": ("peer",), "num_arrivals": c.rows}
-            found["empty"] = plgpu.ClusterBarrier(num_barriers=c.stages, **peers)
-        return found | ({"turn": plgpu.Barrier(num_barriers=c.warpgroups)} if c.turns else {})
+        return {name: plgpu.Barrier(num_arrivals=n, num_barriers=c.stages) for name, n in arrivals.items()}
 
     def copies(self, task: Task, k: Any) -> dict[str, Any]:
         """Name -> what step k copies of it, of x and the weights."""
@@ -217,10 +203,8 @@ class FourBit:
         """What step k copies of x or the residual, whose tiles have `rows` rows: the first of `share` parts of them."""
         return self.gmem[name].at[pl.ds(task.m * rows, rows // share), pl.ds(k * self.width, self.width)]
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
-        """Starts the products of a stage; all but the last tile's are done on return. first, last: whether it is the
-        warpgroup's first, last step.
-        """
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
+        """Starts the products of a stage; all but the last tile's are done on return."""
         row, smem = self.row, self.smem
         for t in range(self.c.columns):
             words, scales = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, row, t]
@@ -228,26 +212,11 @@ class FourBit:
                 a = decode.through_shared_memory(words[...], scales[...], smem["a_smem"].at[lax.axis_index("wg")])
             else:
                 a = decode.in_registers(words, scales)
-            channels = pl.ds(TILE * t, TILE)
-            self._take_turn(first if t == 0 else False)
-            tokens = pl.ds(0, acc.shape[1])
+            tokens, channels = pl.ds(0, acc.shape[1]), pl.ds(TILE * t, TILE)
             plgpu.wgmma(acc, a, smem["x_smem"].at[slot, tokens, channels].transpose((1, 0)))
             if compensated:
                 plgpu.wgmma(acc, a, smem["r_smem"].at[slot, tokens, channels].transpose((1, 0)))
-            self._pass_turn(last if t == self.c.columns - 1 else False)
             plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
-
-    def _take_turn(self, first: Any) -> None:
-        """Waits until the warpgroup before has started its tile. first: of a warpgroup's tiles; one of them begins."""
-        if self.c.turns:
-            wg = lax.axis_index("wg")
-            pl.when(~((wg == 0) & first))(lambda: plgpu.barrier_wait(self.smem["turn"].at[wg]))
-
-    def _pass_turn(self, last: Any) -> None:
-        if self.c.turns:
-            wg = lax.axis_index("wg")
-            following = jnp.where(wg == self.c.warpgroups - 1, 0, wg + 1)
-            pl.when(~((following == 0) & last))(lambda: plgpu.barrier_arrive(self.smem["turn"].at[following]))
 
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
@@ -257,7 +226,6 @@ class FourBit:
 
     def _copy_all(self) -> None:
         c, smem = self.c, self.smem
-        shared = {"collective_axes": "peer"} if c.shared > 1 else {}
 
         def copy(task, i, slot, done, compensated):
             k = task.first + i
@@ -276,7 +244,7 @@ class FourBit:
             rows = target.shape[1]
 
             def whole():
-                plgpu.copy_gmem_to_smem(source, target.at[slot], full, **shared)
+                plgpu.copy_gmem_to_smem(source, target.at[slot], full)
 
             def half():
                 part = self._tokens(name, task, k, rows, 2)
@@ -321,18 +289,17 @@ class FourBit:
                     plgpu.barrier_wait(smem["full"].at[slot])
                     if compensated:
                         plgpu.barrier_wait(smem["r_full"].at[slot])
-                    first = i == self.part
-                    self.multiply(acc, slot, compensated, first, i + c.parts >= task.count)
-                    late = self.late or c.ahead
-                    plgpu.wgmma_wait(int(late))
-                    if late:
+                    self.multiply(acc, slot, compensated)
+                    plgpu.wgmma_wait(int(self.late))
+                    if self.late:
+                        first = i == self.part
                         pl.when(~first)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
                     else:
                         plgpu.barrier_arrive(smem["empty"].at[slot])
                     return self._next(slot, c.parts)
 
                 after = self._loop(task, step, slot, self.part, c.parts)
-                if self.late or c.ahead:
+                if self.late:
                     plgpu.wgmma_wait(0)
                     pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
                 return acc[...], after
@@ -378,37 +345,26 @@ class FourBit:
         return carry
 
     def _finish(self, task: Task, tokens: Any, y: Array, scales: tuple[Array, Array] | None) -> None:
-        """Adds what other warpgroups and blocks summed, in their order, to f32[64, tokens], and stores it. scales: of
-        these tokens and the task's rows, if read before.
+        """Adds what other warpgroups summed, in their order, to f32[64, tokens], and stores it. scales: of these tokens
+        and the task's rows, if read before.
         """
-        c, smem = self.c, self.smem
+        smem, others = self.smem, self.c.parts - 1
 
-        def add(name, others, y):
-            plgpu.barrier_wait(smem[f"{name}_done"].at[self.row])
-            for i in range(others):
-                y = y + self._load(smem[f"{name}_sums"].at[i, self.row])
-            return y
-
-        def send_part():
+        def send():
             smem["part_sums"][self.part - 1, self.row] = y
             plgpu.barrier_arrive(smem["part_done"].at[self.row])
 
-        def send_peer(y):
-            target, done = smem["peer_sums"].at[task.split - 1, self.row], smem["peer_done"].at[self.row]
-            compat.store_to_peer(y, target, done, 0, "peer")
+        def add():
+            plgpu.barrier_wait(smem["part_done"].at[self.row])
+            whole = y
+            for i in range(others):
+                whole = whole + self._load(smem["part_sums"].at[i, self.row])
+            self._store(task, tokens, whole, scales)
 
-        def first():
-            whole = add("part", c.parts - 1, y) if c.parts > 1 else y
-            if not c.joined:
-                return self._store(task, tokens, whole, scales)
-            pl.when(task.split > 0)(lambda: send_peer(whole))
-            pl.when(task.split == 0)(lambda: self._store(task, tokens, add("peer", c.splits - 1, whole), scales))
-
-        if c.parts == 1:
-            first()
-        else:
-            pl.when(self.part > 0)(send_part)
-            pl.when(self.part == 0)(first)
+        if not others:
+            return self._store(task, tokens, y, scales)
+        pl.when(self.part > 0)(send)
+        pl.when(self.part == 0)(add)
 
     def _load(self, ref: Any) -> Array:
         """f32[64, tokens] of shared memory as a wgmma's sums lie in registers."""
@@ -422,7 +378,7 @@ class FourBit:
             channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
             y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
         used = task.count > 0 if "group" in self.gmem else None
-        out = self.out.at[0 if self.c.joined else task.split, tokens, self._rows_of(task)]
+        out = self.out.at[task.split, tokens, self._rows_of(task)]
         decode.store_rows(out, y, used, self.fill, self.interpret)
 
     def _rows_of(self, task: Task) -> Any:

@@ -26,7 +26,7 @@ def matmul(x: Array, w: Array, c: Config, group: Array | None = None) -> Array:
     operands = {"x": x, "words": w.reshape(-1, n, k)}
     if group is not None:
         operands["group"] = jnp.repeat(group, m // blocks // c.tokens)
-    whole = c.joined or c.splits == 1
+    whole = c.splits == 1
     y = run(_EightBit, c, operands, jnp.bfloat16 if whole else jnp.float32, False)
     return y[0] if whole else jnp.sum(y, axis=0).astype(jnp.bfloat16)
 
@@ -55,6 +55,6 @@ class _EightBit(FourBit):
         columns, tokens = pl.ds(k * self.width, self.width), pl.ds(task.m * self.c.tokens, self.c.tokens)
         return {"words": self.gmem["words"].at[task.matrix, rows, columns], "x": self.gmem["x"].at[tokens, columns]}
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         rows = pl.ds(lax.axis_index("wg") * TILE, TILE)
         plgpu.wgmma(acc, self.smem["words_smem"].at[slot, rows], self.smem["x_smem"].at[slot].transpose((1, 0)))

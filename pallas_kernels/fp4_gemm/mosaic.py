@@ -33,8 +33,8 @@ def matmul(
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order of float32 sums. config: None takes `tiling.choose`'s.
 
-    interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests; it knows no
-    clusters. Raises ValueError also for a config that does not fit, RuntimeError if JAX is too old.
+    interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests. Raises ValueError
+    also for a config that does not fit, RuntimeError if JAX is too old.
     """
     reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used)
     rows = x.shape[0] if source is None else source.shape[0]
@@ -96,7 +96,7 @@ def quantized_matmul(
 
 def _halves(c: Config, fill: bool) -> bool:
     """Whether a tile of tokens is divided, where the second half may hold none."""
-    return not fill and c.tokens == tiling.HALVED and c.splits * c.parts * c.cluster == 1
+    return not fill and c.tokens == tiling.HALVED and c.splits * c.parts == 1
 
 
 def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
@@ -124,7 +124,7 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, used, out_
     if group is not None:
         operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
         operands |= {} if used is None else {"used": used}
-    if c.splits > 1 and not c.joined:
+    if c.splits > 1:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret, fill), axis=0)[:rows, : w.n]
         token_scale = None if token_scale is None else token_scale[:, None]
         return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)

@@ -187,17 +187,11 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         Config(256, 1, 4, 2, 1),
         Config(16, 2, 4, 4, 1, parts=2),
         Config(16, 2, 8, 4, 1, parts=4),
-        Config(8, 4, 4, 4, 4, joined=True),
-        Config(64, 2, 3, 2, 4, joined=True),
-        Config(64, 2, 3, 4, 2, shared=2),
-        Config(64, 2, 4, 4, 1, turns=True),
-        Config(64, 2, 4, 4, 1, turns=True, ahead=True),
-        Config(64, 2, 4, 4, 2, shared=2, ahead=True),
-        Config(16, 2, 4, 4, 4, parts=2, joined=True, turns=True),
+        Config(64, 2, 4, 4, 1),
+        Config(64, 2, 4, 4, 1, parts=4),
     ):
         add(37, 512, 4096, config)
-    add(37, 512, 1024, Config(16, 2, 4, 4, 2, parts=2, joined=True))
-    add(64, 512, 1024, Config(64, 2, 3, 4, shared=2, turns=True, ahead=True))
+    add(37, 512, 1024, Config(16, 2, 4, 4, 2, parts=2))
     add(127, 33, 48, residual=48)
     add(5, 512, 2048, Config(8, 4, 4, 2, 1), residual=2048)
     add(5, 512, 2048, Config(8, 4, 4, 2, 4), residual=1040)
@@ -205,18 +199,17 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(37, 512, 2048, Config(16, 4, 3, 2, 4, True), residual=1040)
     add(64, 512, 2048, Config(64, 2, 3, 2, 1), residual=16)
     add(64, 512, 2048, Config(64, 2, 3, 2, 1, True), residual=2048)
-    add(64, 512, 2048, Config(64, 2, 3, 4, shared=2, turns=True), residual=1040)
-    add(5, 512, 2048, Config(8, 2, 8, 4, 2, parts=4, joined=True), residual=1040)
-    add(5, 512, 2048, Config(8, 2, 4, 2, 2, True, shared=2), residual=2048)
+    add(64, 512, 2048, Config(64, 2, 3, 4), residual=1040)
+    add(5, 512, 2048, Config(8, 2, 8, 4, 2, parts=4), residual=1040)
     add(37, 512, 1008, Config(16, 1, 4, 4, 4, parts=2), residual=496, arranged=True)
-    add(16, 192, 256, Config(16, 1, 4, 2, 2, parts=2, joined=True), experts=5)
+    add(16, 192, 256, Config(16, 1, 4, 2, 2, parts=2), experts=5)
     add(16, 192, 256, experts=6)
     add(16, 192, 256, experts=6, one_scale=True)
     add(8, 1536, 2048, experts=40, residual=2048, fill=False)
     add(16, 1536, 2048, experts=40, residual=2048, arranged=True, tokens=64, fill=False)
     add(32, 1536, 2048, experts=20, residual=1024, arranged=True, tokens=64)
     for options in ({}, {"residual": 2048}, {"residual": 2048, "tokens": 64, "arranged": True}):
-        add(16, 1536, 2048, experts=100, fill=False, ends=True, **options)
+        add(16, 1536, 2048, experts=40, fill=False, ends=True, **options)
     add(16, 640, 768, Config(16, 2, 3, 2, 1, False, 7), experts=40, residual=384, fill=False, ends=True)
     add(32, 640, 768, experts=40, residual=768, fill=False, ends=True)
     add(8, 192, 240, experts=6, residual=112, tokens=5)

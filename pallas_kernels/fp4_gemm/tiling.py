@@ -15,7 +15,6 @@ MANY_TOKENS = 256  # when it does
 EARLY_SCALES = 16  # tokens up to which registers allow to read a task's scales before its products
 HALVED = 16  # tokens of tiles whose unused halves are left out: of 32, ptxas takes registers for one block, not two
 MULTIPROCESSORS = 132  # of an H100 or H200
-CLUSTER = 8  # blocks that every GPU can run as a cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +24,7 @@ class Config:
     products are further columns of each wgmma, over all of K, instead of a second wgmma over the residual's channels.
     blocks: of threads, which share the tiles of the output; 0 is one a tile, as all that follows needs.
 
-    parts: warpgroups that share 64 rows and take every parts-th stage. joined: the splits are a cluster, which adds its
-    sums itself. shared: blocks of a cluster that share each copy of x. turns: warpgroups start their tiles one after
-    the other, so that some decode while others multiply. ahead: a stage's buffer is given back a stage later, so that
-    its last products run while the next tile is decoded. ptxas serializes some such tilings: compile before use.
+    parts: warpgroups that share 64 rows and take every parts-th stage.
     """
 
     tokens: int
@@ -39,26 +35,16 @@ class Config:
     stacked: bool = False
     blocks: int = 0
     parts: int = 1
-    joined: bool = False
-    shared: int = 1
-    turns: bool = False
-    ahead: bool = False
 
     def __str__(self) -> str:
         text = f"t{self.tokens} c{self.columns} s{self.stages} w{self.warpgroups} k{self.splits}"
-        numbers = "".join(f" {name}={n}" for name in ("parts", "shared") if (n := getattr(self, name)) > 1)
-        flags = "".join(f" {name}" for name in ("stacked", "joined", "turns", "ahead") if getattr(self, name))
-        return text + f" b{self.blocks}" * (self.blocks > 0) + numbers + flags
+        text += f" b{self.blocks}" * (self.blocks > 0) + f" parts={self.parts}" * (self.parts > 1)
+        return text + " stacked" * self.stacked
 
     @property
     def rows(self) -> int:
         """Tiles of 64 rows of N a block of threads."""
         return self.warpgroups // self.parts
-
-    @property
-    def cluster(self) -> int:
-        """Blocks a cluster."""
-        return self.splits if self.joined else self.shared
 
     def stage_bytes(self, compensated: bool) -> int:
         """Shared memory of a stage: packed tiles, and bf16 activations, twice with a residual."""
@@ -66,8 +52,8 @@ class Config:
         return weights + (1 + compensated) * self.tokens * self.columns * TILE * 2
 
     def sum_bytes(self) -> int:
-        """Shared memory for sums of other warpgroups and blocks."""
-        return (self.parts - 1 + (self.splits - 1) * self.joined) * self.rows * TILE * self.tokens * 4
+        """Shared memory for sums of other warpgroups."""
+        return (self.parts - 1) * self.rows * TILE * self.tokens * 4
 
     def free_registers(self) -> int:
         """Registers that a thread of a warpgroup that multiplies can have, of at most 255."""
@@ -99,7 +85,7 @@ TUNED = {
     (64, 32768, 8192, False): "t64 c4 s3 w4 k1",  # 71.4 us, 73.9 by "t64 c2 s4 w4 k1"
     (16, 5120, 2048, True): "t16 c2 s8 w4 k1 parts=4 stacked",  # 7.8 us, 8.7
     (64, 5120, 2048, False): "t64 c2 s8 w4 k1 parts=4",  # 10.2 us, 12.0
-    (64, 5120, 2048, True): "t64 c2 s4 w4 k1 parts=4",  # 11.4 us, 12.3 by "t64 c2 s4 w2 k2 joined"
+    (64, 5120, 2048, True): "t64 c2 s4 w4 k1 parts=4",  # 11.4 us, 12.3 by two splits that a cluster joined
     (256, 32768, 8192, False): "t256 c1 s4 w2 k1",  # 200 us, 238 in tiles of 128
 }
 
@@ -151,17 +137,15 @@ def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
         raise ValueError(f"tokens={c.tokens} of a tiling is none of {TOKEN_TILES}")
     if block is not None and block % c.tokens:
         raise ValueError(f"blocks of {block} rows do not divide into token tiles of {c.tokens}: take fewer tokens")
-    if min(c.warpgroups, c.parts) < 1 or c.warpgroups % c.parts or row_tiles % (c.rows * c.shared):
+    if min(c.warpgroups, c.parts) < 1 or c.warpgroups % c.parts or row_tiles % c.rows:
         raise ValueError(
-            f"warpgroups={c.warpgroups} / parts={c.parts} x shared={c.shared} does not divide the {row_tiles} row "
-            f"tiles of N={w.n}: take 1 or 2 warpgroups"
+            f"warpgroups={c.warpgroups} / parts={c.parts} does not divide the {row_tiles} row tiles of N={w.n}: take "
+            "1 or 2 warpgroups"
         )
-    if c.stages < 1 + c.ahead or c.stages % c.parts or (c.ahead and c.parts > 1):
-        raise ValueError(f"stages={c.stages} of {c} must be a multiple of parts={c.parts}; ahead takes 2, no parts")
-    if c.cluster > CLUSTER or (c.joined and (c.splits == 1 or c.shared > 1)):
-        raise ValueError(f"{c} needs a cluster, 2 to {CLUSTER} blocks, that either joins its splits or shares x")
-    if c.blocks and (c.parts > 1 or c.cluster > 1 or c.turns or c.ahead):
-        raise ValueError(f"{c} shares tiles among blocks={c.blocks}: parts, clusters, turns and ahead need one a tile")
+    if c.stages < 1 or c.stages % c.parts:
+        raise ValueError(f"stages={c.stages} of {c} must be a multiple of parts={c.parts}")
+    if c.blocks and c.parts > 1:
+        raise ValueError(f"{c} shares tiles among blocks={c.blocks}: parts need one a tile")
     needed = c.tokens // 2 * (1 + c.stacked) + 58  # sums, two decoded tiles, addresses: what ptxas took, up to a few
     if needed > c.free_registers():
         raise ValueError(
@@ -172,8 +156,6 @@ def check(c: Config, w: Packed, compensated: bool, block: int | None) -> None:
             f"columns={c.columns} x splits={c.splits} does not divide the {tiles} column tiles of K={w.k}: take "
             "divisors"
         )
-    if c.turns and tiles // (c.columns * c.splits) % c.parts:
-        raise ValueError(f"{c} has {tiles // (c.columns * c.splits)} stages of K, not a multiple of parts: no turns")
     used = c.stages * c.stage_bytes(compensated) + c.sum_bytes() + _SLACK_BYTES
     if used > _SHARED_BYTES:
         raise ValueError(f"stages={c.stages} of {c} take {used} bytes of the {_SHARED_BYTES} of shared memory")

@@ -71,7 +71,7 @@ class NoCopies(FourBit):
 
 
 class _NoProducts:
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         pass
 
 
@@ -84,7 +84,7 @@ class OnlyWeights(_NoProducts, NoActivations):
 
 
 class _NoDecoding:
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         for t in range(self.c.columns):
             words = self.smem["words_smem"].at[slot, self.row, pl.ds(2 * t, 2)]
             a = _undecoded()(compat.load(words, plgpu.Layout.WG_STRIDED((2, 256), vec_size=4)))

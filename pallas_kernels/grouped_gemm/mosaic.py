@@ -103,7 +103,7 @@ class _Dot(FourBit):
         columns = pl.ds(k * TILE, TILE)
         return {"words": self.gmem["words"].at[task.matrix, rows, columns], "x": self.gmem["x"].at[tokens, columns]}
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         rows = pl.ds(lax.axis_index("wg") * TILE, TILE)
         plgpu.wgmma(acc, self.smem["words_smem"].at[slot, rows], self.smem["x_smem"].at[slot].transpose((1, 0)))
 
@@ -130,7 +130,7 @@ class _DotTransposed(_Dot):
         words = self.gmem["words"].at[task.matrix, pl.ds(k * TILE, TILE), self._rows(task)]
         return super().copies(task, k) | {"words": words}
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         words = self.smem["words_smem"].at[slot, :, pl.ds(lax.axis_index("wg") * TILE, TILE)]
         plgpu.wgmma(acc, words.transpose((1, 0)), self.smem["x_smem"].at[slot].transpose((1, 0)))
 
@@ -173,7 +173,7 @@ class _Outer(_DotTransposed):
         rows, columns = pl.ds(k * TILE, TILE), pl.ds(task.m * self.c.tokens, self.c.tokens)
         return {"words": self.gmem["words"].at[rows, self._rows(task)], "x": self.gmem["x"].at[rows, columns]}
 
-    def multiply(self, acc: Any, slot: Any, compensated: bool, first: Any, last: Any) -> None:
+    def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         words = self.smem["words_smem"].at[slot, :, pl.ds(lax.axis_index("wg") * TILE, TILE)]
         plgpu.wgmma(acc, words.transpose((1, 0)), self.smem["x_smem"].at[slot])
 
