@@ -47,9 +47,9 @@ def _kernels() -> Any:
     """The folder of the kernels. Raises RuntimeError without a GPU."""
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"attention triton runs on GPUs, this is {jax.devices()[0].device_kind}: choose xla or None")
-    from pallas_kernels.decode_attention import heads, pallas_triton  # Pallas' GPU backend, which nothing else needs
+    from pallas_kernels.decode_attention import pallas_triton  # Pallas' GPU backend, which nothing else needs
 
-    return pallas_triton.attend, heads.write_heads
+    return pallas_triton.attend, pallas_triton.attend_new
 
 
 def _triton(q: Array, cache: Cache, layer: Array, mask: Array) -> Array:
@@ -88,16 +88,23 @@ def chosen(implementation: str | None, dtype: DTypeLike, head_dim: int, tokens: 
     return "triton_fused" if measured else "xla"
 
 
-def writes_heads(implementation: str) -> bool:
-    """Whether an implementation also takes what comes before attention, by `write_heads`."""
+def takes_heads(implementation: str) -> bool:
+    """Whether an implementation also takes what comes before attention, by `attend_new`."""
     return implementation == "triton_fused"
 
 
-def write_heads(
-    qkv: Array, position: Array, frequency: Array, cache: Cache, layer: Array, index: Array, **norms: Any
+def attend_new(
+    qkv: Array,
+    turn: tuple[Array, Array],
+    cache: Cache,
+    layer: Array,
+    index: Array,
+    mask: Array,
+    **norms: Any,
 ) -> tuple[Array, Cache]:
-    """(q [B,1,H,d], the cache with the new token): `decode_attention.heads.write_heads` of qkv f32[B, (H + 2 G) d].
-    index i32[] or i32[B].
+    """(attention [B,1,H,d], the cache with the new token): `decode_attention.pallas_triton.attend_new` of qkv
+    f32[B, (H + 2 G) d]. index i32[] or i32[B]; mask bool[B,1,1,S].
     """
-    q, *cache = _kernels()[1](qkv, position, frequency, *cache, layer, jnp.broadcast_to(index, position.shape), **norms)
-    return q[:, None], tuple(cache)
+    slot = jnp.broadcast_to(index, qkv.shape[:1])
+    y, *cache = _kernels()[1](qkv, *turn, *cache, layer, slot, mask[:, 0, 0], **norms)
+    return y[:, None], tuple(cache)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import heads, pallas_triton
+from pallas_kernels.decode_attention import pallas_triton
 from quads_jax import attention, ops
 from quads_jax.models.decoder import Decoder, init_cache, rollout_variables
-from quads_jax.models.layers import frequencies, rotary
+from quads_jax.models.layers import rotary, rotation
 from quads_jax.precision import Precision
 from tests.tiny import MODEL, params
 
@@ -104,24 +104,33 @@ def test_refused(change, message):
         pallas_triton.attend(*odd, interpret=True)
 
 
-write_heads = jax.jit(functools.partial(heads.write_heads, interpret=not GPU), static_argnames="eps")
+attend_new = jax.jit(functools.partial(pallas_triton.attend_new, interpret=not GPU), static_argnames="eps")
 
 
+@pytest.mark.parametrize("slots", [20, 300])
 @pytest.mark.parametrize("norm, biased", [("none", True), ("head", False), ("projection", True)])
-def test_heads_are_the_models(norm, biased):
-    """Against the layers in float64 sums of bf16 steps; bitwise where there is only a rounding; every other slot stays.
+def test_a_new_token_is_the_models(norm, biased, slots):
+    """Against the layers and attention in float64 to the cache with the token in it; keys and values bitwise where
+    there is only a rounding; every other slot stays. With 300 slots there are two parts.
 
-    H, G and d/2 are no powers of two. The tolerance is one rounding of the norm, which sums in another order.
+    H and G are no powers of two. The tolerance is one rounding of the norm, which sums in another order.
     """
-    b, h, g, d, slots, layers, theta = 3, 6, 3, 24, 20, 2, 1e6
+    b, h, g, d, layers, theta = 3, 6, 3, 32, 2, 1e6
+    assert pallas_triton.parts_of(b, g, slots) == 1 + (slots == 300)
     rng = np.random.default_rng(0)
     qkv, bias = (jnp.float32(rng.normal(size=shape)) for shape in ((b, (h + 2 * g) * d), (h + 2 * g) * d))
     sizes = {"none": None, "head": (d, d), "projection": (h * d, g * d)}[norm]
     norms = None if sizes is None else tuple(jnp.float32(1 + 0.3 * rng.normal(size=n)) for n in sizes)
     position, slot = jnp.int32([0, 7, 30000]), jnp.int32([0, 5, slots - 1])
-    before = [jnp.asarray(rng.integers(0, 2**15, (layers, b, slots, g, d)), jnp.uint16) for _ in range(2)]
+    mask = rng.random((b, slots)) < 0.5
+    mask[np.arange(b), slot] = True
+    mask[0, 1:] = False  # sees nothing else
+    numbers = jnp.asarray(rng.normal(size=(2, layers, b, slots, g, d)), jnp.bfloat16)
+    before = jax.lax.bitcast_convert_type(numbers, jnp.uint16)
     given = {"bias": bias if biased else None, "norms": norms, "eps": 1e-6}
-    q, *caches = write_heads(qkv, position, frequencies(d, theta), *before, jnp.int32(1), slot, **given)
+    turn = rotation(position[:, None], d, theta)
+    at = *(a[:, 0] for a in turn), *before, jnp.int32(1), slot
+    y, *caches = attend_new(qkv, *at, jnp.asarray(mask), **given)
 
     x = (qkv + bias if biased else qkv).astype(jnp.bfloat16).reshape(b, 1, h + 2 * g, d)
     parts = jnp.split(x, (h, h + g), 2)
@@ -129,19 +138,30 @@ def test_heads_are_the_models(norm, biased):
         for i, scale in enumerate(norms):
             flat = parts[i] if norm == "head" else parts[i].reshape(b, 1, -1)
             parts[i] = ops.Input(flat, scale, 1e-6, "bfloat16").value().reshape(parts[i].shape)
-    want = [rotary(a, position[:, None], theta) for a in parts[:2]] + parts[2:]
-    got = [q]
-    for a, old in zip(caches, before, strict=True):
-        rows = np.arange(b)
-        got.append(jax.lax.bitcast_convert_type(a[1, rows, slot], jnp.bfloat16))
-        np.testing.assert_array_equal(a.at[1, rows, slot].set(0), old.at[1, rows, slot].set(0))
-    for i, (a, w) in enumerate(zip(got, want, strict=True)):
-        a, w = (np.asarray(y, np.float64).reshape(b, -1, d) for y in (a, w))
-        if norms is None or i == 2:
-            np.testing.assert_array_equal(a, w) if not GPU or i == 2 else np.testing.assert_allclose(a, w, rtol=2**-7)
+    q, k, v = [rotary(a, turn) for a in parts[:2]] + parts[2:]
+    rows = np.arange(b)
+    for got, old, want in zip(caches, before, (k, v), strict=True):
+        new = jax.lax.bitcast_convert_type(got[1, rows, slot], jnp.bfloat16)
+        np.testing.assert_array_equal(got.at[1, rows, slot].set(0), old.at[1, rows, slot].set(0))
+        new, want = (np.asarray(a, np.float64).reshape(b, -1, d) for a in (new, want))
+        if norms is None or got is caches[1]:
+            exactly = not GPU or got is caches[1]
+            np.testing.assert_array_equal(new, want) if exactly else np.testing.assert_allclose(new, want, rtol=2**-7)
         else:  # a pair turns, so an error is relative to its length
-            length = np.hypot(w[..., : d // 2], w[..., d // 2 :])
-            assert (np.abs(a - w) <= 2**-6 * np.concatenate([length, length], -1)).all()
+            length = np.hypot(want[..., : d // 2], want[..., d // 2 :])
+            assert (np.abs(new - want) <= 2**-6 * np.concatenate([length, length], -1)).all()
+    seen = [jax.lax.bitcast_convert_type(a, jnp.bfloat16) for a in caches]
+    want, size = exact(q[:, 0], *seen, 1, mask)
+    bound = 2**-7 if norms is None else 2**-5  # of q, one rounding of whose norm moves weights, too
+    assert (np.abs(np.asarray(y, np.float64) - want) <= bound * size).all()
+    np.testing.assert_array_equal(np.asarray(y[0], np.float64), np.repeat(np.asarray(v[0, 0], np.float64), h // g, 0))
+    hidden = mask.copy()
+    hidden[np.arange(b), slot] = False
+    y, *_ = attend_new(qkv, *at, jnp.asarray(hidden), **given)
+    want, size = exact(q[:, 0], *seen, 1, hidden)
+    assert (np.abs(np.asarray(y, np.float64) - want) <= bound * size).all() and not np.asarray(y[0]).any()
+    _, *caches = attend_new(qkv, *at[:-1], jnp.int32([-1, slots, slots + 64]), jnp.asarray(hidden), **given)
+    jax.tree.map(np.testing.assert_array_equal, caches, list(before))
 
 
 @pytest.mark.parametrize(
@@ -149,16 +169,20 @@ def test_heads_are_the_models(norm, biased):
     [
         ({"qkv": jnp.zeros((2, 5 * 16), jnp.bfloat16)}, "qkv bfloat16"),
         ({"qkv": jnp.zeros((2, 4 * 16))}, "qkv float32"),  # no query head
-        ({"norms": (jnp.ones(16), jnp.ones(48))}, "norms have 16 and 48 numbers: pass 16 each, or 16, 32"),
+        ({"qkv": jnp.zeros((2, 7 * 16))}, "G divides H"),
+        ({"norms": (jnp.ones(16), jnp.ones(48))}, "norms have 16 and 48 numbers: pass 16 each, or 32, 32"),
         ({"slot": jnp.zeros(3, jnp.int32)}, r"slot \(3,\)"),
+        ({"sin": jnp.zeros((2, 16))}, r"sin \(2, 16\), slot \(2,\): pass \[2, 8\]"),
+        ({"mask": jnp.ones((2, 9), bool)}, r"pass bool \(2, 8\)"),
     ],
 )
-def test_heads_refused(change, message):
+def test_new_tokens_refused(change, message):
     cache = jnp.zeros((1, 2, 8, 2, 16), jnp.bfloat16)
-    given = {"qkv": jnp.zeros((2, 5 * 16)), "position": jnp.zeros(2, jnp.int32), "frequency": jnp.zeros(8)}
+    given = {"qkv": jnp.zeros((2, 6 * 16)), "cos": jnp.zeros((2, 8)), "sin": jnp.zeros((2, 8))}
     given |= {"keys": cache, "values": cache, "layer": jnp.int32(0), "slot": jnp.zeros(2, jnp.int32)}
+    given |= {"mask": jnp.ones((2, 8), bool)}
     with pytest.raises(ValueError, match=message):
-        heads.write_heads(**given | change, interpret=True)
+        pallas_triton.attend_new(**given | change, interpret=True)
 
 
 def decoded(name, tree):
@@ -193,11 +217,11 @@ def test_a_model_takes_the_implementation_that_its_precision_names(monkeypatch):
 
             return call
 
-        kernels = pallas_triton.attend, heads.write_heads
+        kernels = pallas_triton.attend, pallas_triton.attend_new
         monkeypatch.setattr(attention, "_kernels", lambda: tuple(map(interpreted, kernels)))
     want = decoded("xla", tree)
     assert np.ptp(want) > 0.5 * np.abs(want).max()
-    for name, called in (("triton", {pallas_triton.attend}), ("triton_fused", {*kernels} if not GPU else set())):
+    for name, called in (("triton", {pallas_triton.attend}), ("triton_fused", {pallas_triton.attend_new})):
         seen.clear()
         np.testing.assert_allclose(decoded(name, tree), want, atol=0.015 * np.abs(want).max())  # observed .0054
         assert GPU or set(seen) == called

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.decode_attention import heads
 
 BLOCK = 64  # slots a step
 _QUERIES = 16  # of a matrix product, at least
@@ -38,8 +42,74 @@ def attend(q: Array, keys: Array, values: Array, layer: Array, mask: Array, *, i
     read; query heads h*H/G.. share key head h; mask bool[B, S]. A sequence that sees no slot gets 0. interpret: runs
     without a GPU, for tests. Raises ValueError for anything else.
     """
-    _check(q, keys, values, mask)
-    (b, h, d), (_, _, s, g, _) = q.shape, keys.shape
+    if q.ndim != 3 or q.dtype != jnp.bfloat16:
+        raise ValueError(f"q is {q.dtype} {q.shape}: pass bfloat16 [B, H, d]")
+    _check(q.shape, keys, values, mask)
+    (b, h, d), g = q.shape, keys.shape[3]
+    rows = max(pl.next_power_of_2(h // g), _QUERIES)
+    own = pl.BlockSpec((None, None, rows, d), lambda i, j, p: (i, j, 0, 0))
+    given = {"q": (q.reshape(b, g, h // g, d), own)}
+    return _call(given, keys, values, layer, mask, (b, h, d), None, interpret)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def attend_new(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    keys: Array,
+    values: Array,
+    layer: Array,
+    slot: Array,
+    mask: Array,
+    *,
+    bias: Array | None = None,
+    norms: Sequence[Array] | None = None,
+    eps: float = 0.0,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """`attend` of one new token a sequence, whose keys and values go to `slot` of `layer` -> (bf16[B, H, d], keys,
+    values).
+
+    qkv f32[B, (H + 2 G) d]: q, k, v; bias f32 of a row is added first, then all is rounded to bf16. norms: (of q, of k)
+    f32[d], RMSNorm of each head, or f32[H d] and f32[G d], of all heads together; None: no norm. cos, sin f32[B, d/2]:
+    of the angles of the half rotation of q and k (GPT-NeoX layout). keys and values are given up: the results take
+    their place. layer i32[], slot i32[B]; the new token is seen if mask[b, slot[b]], and of a slot that is not there
+    neither seen nor written. Other arguments and errors as `attend`.
+    """
+    sizes = heads.check(qkv, cos, sin, keys, values, slot, norms, eps)
+    h, g, d, each, _ = sizes
+    b = len(qkv)
+    _check((b, h, d), keys, values, mask)
+
+    def whole(a: Array) -> tuple[Array, pl.BlockSpec]:
+        return a, pl.BlockSpec(a.shape, lambda i, j, p: (0,) * a.ndim)
+
+    total = h + 2 * g
+    given = {"slot": whole(slot)}
+    given |= {n: (a, pl.BlockSpec((None, d // 2), lambda i, j, p: (i, 0))) for n, a in (("cos", cos), ("sin", sin))}
+    given["qkv"] = qkv.reshape(b, total, d), pl.BlockSpec((None, total, d), lambda i, j, p: (i, 0, 0))
+    if bias is not None:
+        given["bias"] = whole(bias.reshape(total, d))
+    for name, norm, n in zip(("q_norm", "k_norm"), norms or (), (h, g), strict=False):
+        given[name] = whole(norm if each else norm.reshape(n, d))
+    return _call(given, keys, values, layer, mask, (b, h, d), sizes, interpret)
+
+
+def _call(
+    given: dict[str, tuple[Array, pl.BlockSpec]],
+    keys: Array,
+    values: Array,
+    layer: Array,
+    mask: Array,
+    shape: tuple[int, int, int],
+    sizes: heads.Sizes | None,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """(attention bf16[B, H, d], and with `sizes` the caches, of which a token is new). given: what else the kernel
+    reads, by name.
+    """
+    (b, h, d), (layers, _, s, g, _) = shape, keys.shape
     parts, rows = parts_of(b, g, s), max(pl.next_power_of_2(h // g), _QUERIES)
     length = -(-s // (parts * BLOCK)) * BLOCK  # slots a part
 
@@ -49,30 +119,32 @@ def attend(q: Array, keys: Array, values: Array, layer: Array, mask: Array, *, i
     def part(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, *shape), lambda i, j, p: (i, j, p, *(0 for _ in shape)))
 
-    cached = pl.BlockSpec((keys.shape[0], None, s, None, d), lambda i, j, p: (0, i, 0, j, 0))
+    cached = pl.BlockSpec((layers, None, s, None, d), lambda i, j, p: (0, i, 0, j, 0))
     if parts == 1:
         out_shape, out_specs = [jax.ShapeDtypeStruct((b, g, h // g, d), jnp.bfloat16)], [head(rows, d)]
     else:
         one = b, g, parts, h // g
         out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*one, d), one, one)]
         out_specs = [part(rows, d), part(rows), part(rows)]
+    given = given | {"layer": (layer.reshape(1), pl.BlockSpec((1,), lambda i, j, p: (0,)))}
+    given |= {"mask": (mask, pl.BlockSpec((None, s), lambda i, j, p: (i, 0)))}
+    given |= {"keys": (keys, cached), "values": (values, cached)}
+    n, caches = len(out_shape), 0 if sizes is None else 2
     out = pl.pallas_call(
-        functools.partial(_kernel, slots=s, length=length, queries=h // g, scale=1 / math.sqrt(d)),
+        functools.partial(
+            _kernel, names=tuple(given), slots=s, length=length, queries=h // g, scale=1 / math.sqrt(d), sizes=sizes
+        ),
         grid=(b, g, parts),
-        in_specs=[
-            pl.BlockSpec((1,), lambda i, j, p: (0,)),
-            head(rows, d),
-            cached,
-            cached,
-            pl.BlockSpec((None, s), lambda i, j, p: (i, 0)),
-        ],
-        out_specs=out_specs,
-        out_shape=out_shape,
+        in_specs=[spec for _, spec in given.values()],
+        out_specs=out_specs + [cached] * caches,
+        out_shape=out_shape + [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)[:caches]],
+        input_output_aliases={len(given) - 2 + i: n + i for i in range(caches)},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), q.reshape(b, g, h // g, d), keys, values, mask)
-    return (out[0] if parts == 1 else _joined(*out)).reshape(b, h, d)
+    )(*(a for a, _ in given.values()))
+    y = out[0] if parts == 1 else _joined(*out[:n])
+    return y.reshape(b, h, d), *out[n:]
 
 
 def _joined(sums: Array, largest: Array, total: Array) -> Array:
@@ -83,34 +155,53 @@ def _joined(sums: Array, largest: Array, total: Array) -> Array:
     return jnp.where(weight[..., None] > 0, y / weight[..., None], 0.0).astype(jnp.bfloat16)
 
 
-def _check(q: Array, keys: Array, values: Array, mask: Array) -> None:
-    if q.ndim != 3 or q.dtype != jnp.bfloat16:
-        raise ValueError(f"q is {q.dtype} {q.shape}: pass bfloat16 [B, H, d]")
-    b, h, d = q.shape
+def _check(shape: tuple[int, int, int], keys: Array, values: Array, mask: Array) -> None:
+    b, h, d = shape
     for cache in (keys, values):
         if cache.ndim != 5 or cache.dtype not in (jnp.bfloat16, jnp.uint16) or cache.shape != keys.shape:
             raise ValueError(f"keys are {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}: pass two "
                              "bfloat16 or uint16 [L, B, S, G, d]")  # fmt: skip
     if keys.shape[1] != b or keys.shape[4] != d or h % keys.shape[3]:
-        raise ValueError(f"q {q.shape} does not fit keys {keys.shape}: [B, H, d] and [L, B, S, G, d], G divides H")
+        raise ValueError(f"q {shape} does not fit keys {keys.shape}: [B, H, d] and [L, B, S, G, d], G divides H")
     if d < 16 or d & (d - 1):
         raise ValueError(f"heads of {d} channels: this kernel takes powers of two from 16")
     if mask.shape != (b, keys.shape[2]) or mask.dtype != jnp.bool_:
         raise ValueError(f"mask is {mask.dtype} {mask.shape}: pass bool {(b, keys.shape[2])}, a slot each")
 
 
-def _kernel(layer_ref, q_ref, k_ref, v_ref, mask_ref, out_ref, *rest, slots, length, queries, scale) -> None:
-    """layer [1], q [R, d], k and v [L, S, d], mask bool[S]; out [R, d], and of a part its maxima and totals [R]."""
-    rows, d = q_ref.shape
-    layer, first = layer_ref[0], pl.program_id(2) * length
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    slots: int,
+    length: int,
+    queries: int,
+    scale: float,
+    sizes: heads.Sizes | None,
+) -> None:
+    """Refs of `names`: layer [1], k and v [L, S, d], mask bool[S], and q [R, d] or, where there are `sizes`, what
+    `heads.Token` is of, slot [B]. Then out [R, d], and of a part its maxima and totals [R]; then k and v to write to.
+    """
+    ref, out = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
+    caches = [out.pop(), out.pop()][::-1] if sizes is not None else []
+    rows, d = out[0].shape
+    layer, first = ref["layer"][0], pl.program_id(2) * length
     in_group = jnp.arange(rows) < queries
     real = jnp.broadcast_to(in_group[:, None], (rows, d))
-    q = plt.load(q_ref, mask=real, other=0)
+    if sizes is None:
+        q = plt.load(ref["q"], mask=real, other=0)
+    else:
+        norms = (ref["q_norm"], ref["k_norm"]) if "q_norm" in ref else None
+        slot = ref["slot"][pl.program_id(0)]
+        mine = (slot >= first) & (slot < jnp.minimum(first + length, slots))
+        known = mine & ref["mask"][jnp.clip(slot, 0, slots - 1)]
+        token = heads.Token(ref["qkv"], ref.get("bias"), norms, ref["cos"], ref["sin"])
+        q, *newest = heads.of_group(token, sizes, pl.program_id(1), rows)
 
     # from the first to the last block that has a visible slot
     at = first + jnp.arange(pl.next_power_of_2(length))
     inside = (at < first + length) & (at < slots)
-    seen = plt.load(mask_ref.at[pl.ds(first, at.shape[0])], mask=inside, other=False)
+    seen = plt.load(ref["mask"].at[pl.ds(first, at.shape[0])], mask=inside, other=False)
+    seen = seen if sizes is None else seen & (at != slot)  # that one is in registers
     begin = jnp.min(jnp.where(seen, at, first + length)) - first
     end = jnp.max(jnp.where(seen, at + 1, first)) - first
 
@@ -121,22 +212,32 @@ def _kernel(layer_ref, q_ref, k_ref, v_ref, mask_ref, out_ref, *rest, slots, len
     def step(i, carry):
         y, largest, total = carry
         start = first + i * BLOCK
-        inside = start + jnp.arange(BLOCK) < slots
-        visible = plt.load(mask_ref.at[pl.ds(start, BLOCK)], mask=inside, other=False)
-        logits = plt.dot(q, bf16(k_ref, start, inside).T) * (scale * math.log2(math.e))
+        at = start + jnp.arange(BLOCK)
+        inside = at < slots
+        visible = plt.load(ref["mask"].at[pl.ds(start, BLOCK)], mask=inside, other=False)
+        visible = visible if sizes is None else visible & (at != slot)
+        logits = plt.dot(q, bf16(ref["keys"], start, inside).T) * (scale * math.log2(math.e))
         logits = jnp.where(visible[None, :], logits, -jnp.inf)
         new = jnp.maximum(largest, jnp.max(logits, axis=1))
         weight = jnp.exp2(logits - new[:, None])
         factor = jnp.exp2(largest - new)
-        y = y * factor[:, None] + plt.dot(weight.astype(jnp.bfloat16), bf16(v_ref, start, inside))
+        y = y * factor[:, None] + plt.dot(weight.astype(jnp.bfloat16), bf16(ref["values"], start, inside))
         return y, new, total * factor + jnp.sum(weight, axis=1)
 
     start = jnp.zeros((rows, d), jnp.float32), jnp.full(rows, _FLOOR, jnp.float32), jnp.zeros(rows, jnp.float32)
+    if sizes is not None:  # the new token, of weight exp2(0) while it is the largest
+        k, v = (a.astype(jnp.float32) for a in newest)
+        logit = jnp.sum(q.astype(jnp.float32) * k, axis=1) * (scale * math.log2(math.e))
+        new = jnp.broadcast_to(v, (rows, d)), logit, jnp.ones(rows, jnp.float32)
+        start = tuple(jnp.where(known, a, b) for a, b in zip(new, start, strict=True))
     y, largest, total = lax.fori_loop(lax.div(begin, BLOCK), lax.div(end + BLOCK - 1, BLOCK), step, start)
-    if not rest:
+    for cache, a in zip(caches, newest if caches else (), strict=True):
+        a = a if cache.dtype == jnp.bfloat16 else lax.bitcast_convert_type(a, cache.dtype)
+        plt.store(cache.at[layer, pl.ds(slot, 1)], a, mask=jnp.broadcast_to(mine, (1, d)))
+    if len(out) == 1:
         total = total[:, None]
-        plt.store(out_ref, jnp.where(total > 0, y / total, 0.0).astype(out_ref.dtype), mask=real)
+        plt.store(out[0], jnp.where(total > 0, y / total, 0.0).astype(out[0].dtype), mask=real)
         return
-    plt.store(out_ref, y, mask=real)
-    for ref, value in zip(rest, (largest, total), strict=True):
-        plt.store(ref, value, mask=in_group)
+    plt.store(out[0], y, mask=real)
+    for ref_of, value in zip(out[1:], (largest, total), strict=True):
+        plt.store(ref_of, value, mask=in_group)

@@ -20,9 +20,11 @@ from quads_jax.models.layers import (
     STACKS,
     Attention,
     RMSNorm,
+    Rotation,
     embed,
     fan_in_init,
     linear,
+    rotation,
     weight,
 )
 from quads_jax.models.moe import MoE
@@ -38,12 +40,12 @@ UNROLL = 16  # layers a round at most of a decode step whose GEMMs read weights 
 class Inputs(NamedTuple):
     """What every layer reads beside x [B,T,D].
 
-    positions i32[B,T]; valid bool[B,T] (real tokens); active bool[B,T] or None (rows counted in channel choices); mask
-    bool[B,1,T,S] (query may see key); index: cache slot of the first token, or of each row's; prefill: keys are this
-    call's own tokens, not the cache's.
+    turn: `layers.rotation` of the tokens' positions; valid bool[B,T] (real tokens); active bool[B,T] or None (rows
+    counted in channel choices); mask bool[B,1,T,S] (query may see key); index: cache slot of the first token, or of
+    each row's; prefill: keys are this call's own tokens, not the cache's.
     """
 
-    positions: Array
+    turn: Rotation
     valid: Array
     active: Array | None
     mask: Array
@@ -117,7 +119,7 @@ class Decoder(nn.Module):
         c = self.cfg
         embedding = weight(self, "embedding", (c.vocab_size, c.d_model), ("vocab", "embed"), fan_in_init)
         x = embed(embedding, tokens, self.precision.dtype)
-        io = _inputs(tokens, valid, positions, cache, index, key_valid, active)
+        io = _inputs(c, tokens, valid, positions, cache, index, key_valid, active)
         loads, first_layer = [], 0
         stored = STACKS in self.variables and not io.prefill
         for i, (kind, length) in enumerate(c.runs()):
@@ -158,7 +160,7 @@ def layers_a_round(layers: int) -> int:
     return next((n for n in range(most, most // 2, -1) if layers % n == 0), most)
 
 
-def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs:
+def _inputs(c, tokens, valid, positions, cache, index, key_valid, active) -> Inputs:
     prefill = cache is None or isinstance(index, int)
     if prefill:
         if not (isinstance(index, int) and index == 0):
@@ -184,7 +186,7 @@ def _inputs(tokens, valid, positions, cache, index, key_valid, active) -> Inputs
         else:
             query = index + jnp.arange(tokens.shape[1])
             mask = (slots[None, :] <= query[:, None])[None, None] & key_valid[:, None, None, :]
-    return Inputs(positions, valid, active, mask, index, prefill)
+    return Inputs(rotation(positions, c.head_dim, c.rope_theta), valid, active, mask, index, prefill)
 
 
 def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str, Any]:

@@ -179,17 +179,21 @@ class RMSNorm(nn.Module):
         return ops.Input(x, scale, self.eps, self.dtype)
 
 
-def frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Radians a position of the rotary embedding, f32[d/2]: theta ** (-2 i / d), rounded once."""
-    return (theta ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
+Rotation = tuple[Array, Array]
 
 
-def rotary(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary embedding, half rotation: x [B,T,H,d], positions i32[B,T] -> same shape and dtype (Su et al. 2021,
-    GPT-NeoX layout).
+def rotation(positions: Array, head_dim: int, theta: float) -> Rotation:
+    """Cosines and sines of the rotary embedding at positions i32[B,T], f32[B,T,d/2] each: the same for all layers.
+    Radians a position are theta ** (-2 i / d), rounded once.
     """
-    angle = positions[..., None, None].astype(jnp.float32) * frequencies(x.shape[-1], theta)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    frequencies = (theta ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
+    angle = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotary(x: Array, turn: Rotation) -> Array:
+    """Rotary embedding, half rotation: x [B,T,H,d] -> same shape and dtype (Su et al. 2021, GPT-NeoX layout)."""
+    cos, sin = (a[..., None, :] for a in turn)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -216,23 +220,23 @@ class Attention(nn.Module):
         bias = weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros) if c.qkv_bias else None
         decoding = cache is not None and not io.prefill
         name = attention.chosen(self.precision.decode_attention, dtype, d, x.shape[1])
-        if decoding and attention.writes_heads(name):
+        if decoding and attention.takes_heads(name):
             norms = [norm.scale for norm in self._norms(*self._split(qkv)[:2])]
             one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
-            at = io.positions[:, 0], frequencies(d, c.rope_theta), cache, layer, io.index
-            q, cache = attention.write_heads(qkv[:, 0], *at, **one)
+            turn = tuple(a[:, 0] for a in io.turn)
+            y, cache = attention.attend_new(qkv[:, 0], turn, cache, layer, io.index, io.mask, **one)
         else:
             q, k, v = self._split((qkv if bias is None else qkv + bias).astype(dtype))
             if norms := self._norms(q, k):
                 q, k = (norm.value().reshape(a.shape) for norm, a in zip(norms, (q, k), strict=True))
-            q, k = rotary(q, io.positions, c.rope_theta), rotary(k, io.positions, c.rope_theta)
+            q, k = rotary(q, io.turn), rotary(k, io.turn)
             if cache is not None:
                 fresh = zip(cache, (k, v), strict=True)
                 cache = tuple(attention.write(old, new, layer, io.index) for old, new in fresh)
-        if decoding:
-            y = attention.decode_attention(q, cache, layer, io.mask, name)
-        else:
-            y = attention.attend(q, k, v, io.mask)
+            if decoding:
+                y = attention.decode_attention(q, cache, layer, io.mask, name)
+            else:
+                y = attention.attend(q, k, v, io.mask)
         y = y.reshape(*x.shape[:2], h * d)
         return linear(self, "out", y, (c.d_model, h * d), ("embed", "heads"), self.precision, active=io.active), cache
 

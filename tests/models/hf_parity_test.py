@@ -9,7 +9,7 @@ import pytest
 
 from quads_jax.models.decoder import Block, Decoder, Inputs, parameter_count
 from quads_jax.models.hf import load
-from quads_jax.models.layers import RMSNorm
+from quads_jax.models.layers import RMSNorm, rotation
 from quads_jax.models.moe import route
 from quads_jax.precision import Precision
 from quads_jax.rl.rollout import rollout, score
@@ -94,7 +94,7 @@ def block(model):
     def apply(params, x, valid):
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool)) & valid[:, None, None, :]
-        io = Inputs(positions, valid, None, causal, 0, True)
+        io = Inputs(rotation(positions, cfg.head_dim, cfg.rope_theta), valid, None, causal, 0, True)
         (carry, _), state = Block(cfg, FLOAT32, "moe").apply(
             {"params": params}, (x, None), (0, 0), io, mutable=["intermediates"],
             capture_intermediates=lambda module, _: isinstance(module, RMSNorm),

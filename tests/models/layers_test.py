@@ -12,7 +12,7 @@ from quads_jax.models import layers
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.models.hf import parameter_shapes
-from quads_jax.models.layers import MLP, RMSNorm, embed, rotary, take_last
+from quads_jax.models.layers import MLP, RMSNorm, embed, rotary, rotation, take_last
 from quads_jax.pack import leaf_name
 from quads_jax.precision import Precision
 
@@ -59,7 +59,7 @@ def test_rotary_is_a_complex_rotation_of_the_two_halves(theta):
     positions = np.array([[0, 1, 2, 3, 4, 511], [0, 0, 0, 5, 6, 7]])
     angle = positions[..., None, None] * theta ** (-np.arange(8) / 8)
     turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angle)
-    y = rotary(jnp.float32(x), jnp.int32(positions), theta)
+    y = rotary(jnp.float32(x), rotation(jnp.int32(positions), x.shape[-1], theta))
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(y, expected, rtol=0, atol=5e-5)  # observed 1e-5, at position 511
     np.testing.assert_array_equal(y[:, 0], jnp.float32(x)[:, 0])  # position 0
@@ -68,13 +68,11 @@ def test_rotary_is_a_complex_rotation_of_the_two_halves(theta):
 def test_rotary_products_depend_on_relative_position():
     rng = np.random.default_rng(2)
     q, k = (jnp.float32(rng.normal(size=(1, 5, 1, 16))) for _ in range(2))
-    at = jnp.arange(5)[None]
-    scores = [
-        np.einsum("bihd,bjhd->ij", rotary(q, at + shift, 1e4), rotary(k, at + shift, 1e4)) for shift in (0, 7, 300)
-    ]
+    turns = {shift: rotation(jnp.arange(5)[None] + shift, 16, 1e4) for shift in (0, 1, 7, 300)}
+    scores = [np.einsum("bihd,bjhd->ij", rotary(q, turns[n]), rotary(k, turns[n])) for n in (0, 7, 300)]
     np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=1e-5)  # observed 1e-6
     np.testing.assert_allclose(scores[2], scores[0], rtol=0, atol=5e-5)  # observed 1e-5
-    moved = np.einsum("bihd,bjhd->ij", rotary(q, at + 1, 1e4), rotary(k, at, 1e4))
+    moved = np.einsum("bihd,bjhd->ij", rotary(q, turns[1]), rotary(k, turns[0]))
     assert np.abs(moved - scores[0]).max() > 0.1
 
 
