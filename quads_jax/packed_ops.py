@@ -189,7 +189,7 @@ def project(p, implementation, block, x, w, order, active):
     product, by_row, how = _packed_activation(p, implementation, x, order, None, active)
     count, group = by_row["x"].shape[0], None
     if w.layer is not None:
-        group = w.layer[None]
+        group, how["fill"] = w.layer[None], False
         by_row = jax.tree.map(lambda a: jnp.pad(a, ((0, -count % sorted_rows.LEAST_BLOCK), (0, 0))), by_row)
     packed, channel_scale = w.matrices()
     with jax.named_scope("multiply"):
@@ -229,11 +229,11 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, read, 
             _, x = quantized(p, implementation, None, x, order)
     product, by_row, how = _packed_activation(p, implementation, x, order, ids, active)
     packed, channel_scale = w.matrices()
-    how |= {"block": block, "group": group, "fill": group is None, "first": first, "channel_scale": channel_scale}
-    how["source"] = source
+    how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale, "source": source}
+    how["fill"] = group is None and read is None
     if read is not None:
-        rows, held = read
-        how |= {} if group is None else {"used": held}
-        how |= {"read": rows} if product is _quantizing(implementation, p, w.shape[-1]) else {}
+        rows, how["used"] = read
+        picks = source is None and product is _quantizing(implementation, p, w.shape[-1])
+        how |= {"read": rows} if picks else {}
     with jax.named_scope("multiply"):
         return sorted_rows.matmul(product, by_row.pop("x"), packed, sizes, rows=by_row, **how)

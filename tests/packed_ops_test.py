@@ -104,6 +104,16 @@ def unread(y, read):
     return y if read is None else jnp.full_like(y, jnp.nan).at[read].set(y[read])
 
 
+def unfilled(product):
+    """A product that leaves NaN in rows that it need not write."""
+
+    def call(*args, fill=True, used=None, **kwargs):
+        y = product(*args, fill=fill, used=used, **kwargs)
+        return y if fill or used is None else jnp.where(used[:, None] < 0, jnp.nan, y)
+
+    return call
+
+
 def quantizing(x, w, *, residual=0, mask=None, group=None, read=None, norm=None, swiglu=False, **kwargs):
     """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
     values, left, scale, _ = quantize(x, residual, mask, group, norm, swiglu)
@@ -158,7 +168,7 @@ def spied(monkeypatch, name=NAME):
 
         return call
 
-    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, name, spy(product, "product"))
+    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, name, spy(unfilled(product), "product"))
     monkeypatch.setattr(implementations, "quantize_rows", spy(quantize_rows, "rows"))
     return calls
 

@@ -12,7 +12,7 @@ from pallas_kernels import compat
 from pallas_kernels.direct_gemm import mosaic as direct_mosaic
 from pallas_kernels.direct_gemm import reference as direct
 from pallas_kernels.fp4_gemm import reference as fp4
-from quads_jax import ops
+from quads_jax import implementations, ops
 from quads_jax.models.decoder import Decoder, rollout_variables
 from quads_jax.models.layers import MASKS, STACKS
 from quads_jax.models.moe import dispatch_of
@@ -20,7 +20,7 @@ from quads_jax.pack import pack
 from quads_jax.precision import Precision, recipe
 from quads_jax.random_weights import random_packed
 from tests import tiny
-from tests.packed_ops_test import spied
+from tests.packed_ops_test import spied, unfilled
 
 SIDES = {
     "FP8": ("direct_reference", recipe("FP8").rollout),
@@ -47,14 +47,18 @@ def orders(side):
 
 @pytest.mark.parametrize("name", SIDES)
 def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
-    """A decode step on a cache of noise. The tiny model's K of 32 leaves sums no other order, so bits are equal, also
-    where an implementation makes what it quantizes.
+    """A decode step on a cache of noise, and a prefill. The tiny model's K of 32 leaves sums no other order, so bits
+    are equal, also where an implementation makes what it quantizes, and leaves unwritten what nobody reads.
     """
     implementation, side = SIDES[name]
     calls = spied(monkeypatch, implementation) if "quantizing" in name else []
+    for products in (implementations.PACKED_IMPLEMENTATIONS, implementations.DIRECT_IMPLEMENTATIONS):
+        if implementation in products:
+            monkeypatch.setitem(products, implementation, unfilled(products[implementation]))
     quant = orders(side)
     weights = jax.jit(lambda: pack(tiny.params(), quant, side))()
     at, alive = jnp.full(3, 5, jnp.int32), jnp.ones((3, 1), bool)
+    tokens = jnp.arange(15).reshape(3, 5) % 7
     noise = np.random.default_rng(0).normal(size=(2, tiny.MODEL.layers, 3, 6, 1, 16))
     step = {"positions": at[:, None], "index": at, "key_valid": jnp.ones((3, 6), bool)}
 
@@ -63,14 +67,16 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
         variables = rollout_variables(weights, quant, precision)
         assert (STACKS in variables) == (implementation is not None)
         assert (MASKS in variables) == (implementation is not None and "QUADS" in name)
-        cache = tuple(jnp.asarray(noise, jnp.bfloat16))
-        return Decoder(tiny.MODEL, precision).apply(variables, at[:, None], alive, cache=cache, **step)[0]
+        cache, decoder = tuple(jnp.asarray(noise, jnp.bfloat16)), Decoder(tiny.MODEL, precision)
+        first = decoder.apply(variables, tokens, tokens > 0, cache=cache, index=0, active=tokens > 0)[0]
+        return decoder.apply(variables, at[:, None], alive, cache=cache, **step)[0], first
 
     options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}  # norms round everywhere
     program = jax.jit(logits, static_argnums=1, compiler_options=options)
     have, want = program(weights, implementation), program(weights, None)
-    np.testing.assert_array_equal(have, want)
-    assert np.isfinite(have).all() and have.std() > 0
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(a).all() and a.std() > 0
     made = {("product", "norm"), ("product",), ("rows", "norm"), ("product", "swiglu")}  # q k v, out, gate_up, down
     made -= {("rows", "norm")} if "online" in name else set()  # its rows are sorted before they are quantized
     assert set(calls) == (made if calls else set()) and bool(calls) == ("quantizing" in name)

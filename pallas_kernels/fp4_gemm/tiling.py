@@ -94,9 +94,10 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
     The rule: the smallest token tile that holds the rows, or the largest. Up to 32 tokens two blocks share a
-    multiprocessor, beyond that registers allow one, with four warpgroups if possible. Stages fill the shared memory, up
-    to six; parts of K such that the waves of blocks end soonest, where a wave costs four stages more than its own. Up
-    to 16 tokens a residual is stacked. Of groups, as many blocks of threads as can be resident share the tiles, in two
+    multiprocessor, beyond that registers allow one, with four warpgroups if possible; of 256 tokens stages are one tile
+    of K, the fastest measured: with two, registers would spill outside the loop. Stages fill the shared memory, up to
+    six; parts of K such that the waves of blocks end soonest, where a wave costs four stages more than its own. Up to
+    16 tokens a residual is stacked. Of groups, as many blocks of threads as can be resident share the tiles, in two
     large stages or three (up to 16 tokens 5 to 7 % faster than five smaller ones).
     """
     fits = [t for t in TOKEN_TILES if groups is None or rows % t == 0]
@@ -113,7 +114,8 @@ def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Confi
     warpgroups = 4 if tokens == 64 and row_tiles % 4 == 0 and not spills else 2
     free = (_SHARED_BYTES - _SLACK_BYTES) // (1 if alone else 2) - _SLACK_BYTES
     many = (groups or 1) > 1 and tokens <= 16
-    wide = (2, 1) if alone else (8, 4, 2, 1) if many else (4, 2, 1)
+    wide = (8, 4, 2, 1) if many else (4, 2, 1)
+    wide = (1,) if tokens >= MANY_TOKENS else (2, 1) if alone else wide
     stage = {n: Config(tokens, n, 1, warpgroups).stage_bytes(compensated) for n in wide}
     columns = next(n for n in stage if tiles % n == 0 and ((2 if many else 3) * stage[n] <= free or n == 1))
     stages = next(s for s in ((3, 2) if many else (6, 5, 4, 3, 2)) if s * stage[columns] <= free)

@@ -147,11 +147,11 @@ def linear(
     layer = precision.role(GEMM_ROLES[module.name, name])
     order, measured = _order(module, name, layer), _measured(module)
     how = {"dtype": precision.dtype, "order": order, "active": active, "implementation": precision.implementation}
-    x = ops.value(x) if measured else x
+    x, read = (ops.value(x), None) if measured else (x, read)
     if source is not None:
         rows, take = source
         if not measured and ops.takes_source(w, layer, precision.dtype, precision.implementation):
-            return ops.grouped_project(x, w, sizes, layer, block=block, group=group, source=rows, **how)
+            return ops.grouped_project(x, w, sizes, layer, block=block, group=group, source=rows, read=read, **how)
         x = take(x)
     if module.is_mutable_collection("stats") and layer.activation is not None:
         groups = sizes if name == "down" else None

@@ -158,14 +158,12 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x: Array | ops.Quantized, d: Dispatch, active: Array) -> Array:
         c, p = self.cfg, self.precision
-        groups = {"active": active, "sizes": d.sizes, "block": d.block, "group": d.group}
+        groups = {"active": active, "sizes": d.sizes, "block": d.block, "group": d.group, "read": (d.slot, d.token)}
         shape = (c.experts, 2 * c.d_expert, c.d_model)
         source = d.token, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
         shape = (c.experts, c.d_model, c.d_expert)
-        hidden = swiglu(up, p.dtype)
-        read = d.slot, d.token
-        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, read=read, **groups)
+        return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
 
 
 class MoE(nn.Module):
