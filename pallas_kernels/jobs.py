@@ -142,7 +142,8 @@ def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
     """Proofs of `module` by name under compute-sanitizer, in processes of their own; skipped by name without it."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        return {"ok": True, "skipped": "compute-sanitizer is not on PATH: install it with the CUDA toolkit"}
+        where = "the CUDA toolkit and the package nvidia-cuda-sanitizer-api have it"
+        return {"ok": True, "skipped": f"compute-sanitizer is not on PATH: {where}"}
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module, "--prove"]
     said, failed = [], []
     for case in cases:
