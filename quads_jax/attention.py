@@ -44,7 +44,7 @@ def _of_a_copy(implementation: str | None, q: Array, cache: Cache, layer: Array,
 
 
 def _kernels() -> Any:
-    """The folder of the kernels. Raises RuntimeError without a GPU."""
+    """`attend` and `attend_new` of the kernels' folder. Raises RuntimeError without a GPU."""
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"attention triton runs on GPUs, this is {jax.devices()[0].device_kind}: choose xla or None")
     from pallas_kernels.decode_attention import pallas_triton  # Pallas' GPU backend, which nothing else needs
@@ -84,13 +84,15 @@ def chosen(implementation: str | None, dtype: DTypeLike, head_dim: int, tokens: 
     """
     if implementation is not None:
         return implementation
-    measured = on_hopper() and dtype == jnp.bfloat16 and head_dim == 128 and tokens == 1
+    measured = on_hopper() and jnp.dtype(dtype) == jnp.bfloat16 and head_dim == 128 and tokens == 1
     return "triton_fused" if measured else "xla"
 
 
-def takes_heads(implementation: str) -> bool:
-    """Whether an implementation also takes what comes before attention, by `attend_new`."""
-    return implementation == "triton_fused"
+def takes_heads(implementation: str, dtype: DTypeLike, tokens: int) -> bool:
+    """Whether an implementation also takes what comes before attention, by `attend_new`; what it does not take, it
+    refuses as `decode_attention`.
+    """
+    return implementation == "triton_fused" and jnp.dtype(dtype) == jnp.bfloat16 and tokens == 1
 
 
 def attend_new(

@@ -43,6 +43,11 @@ class Arranged:
     layer: Array | None = None
 
     @property
+    def paired(self) -> bool:
+        """Whether its product is silu(gate) * up, in bf16, of the gates and ups that its rows are."""
+        return isinstance(self.packed, layout.Packed) and self.packed.paired
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight, or of all layers' where `layer` is not given yet."""
         if isinstance(self.packed, layout.Packed):
@@ -71,11 +76,14 @@ class Stacked:
         return self.array[self.layer]
 
 
-def arrange(w: BlockTensor, permuted: bool) -> Arranged:
-    """A quantized weight for the GEMMs that read its format."""
+def arrange(w: BlockTensor, permuted: bool, gated: bool = False) -> Arranged:
+    """A quantized weight for the GEMMs that read its format. gated: its rows are gates and ups, which NVFP4's pairs,
+    where their number allows it.
+    """
     if w.fmt == FP8:
         return Arranged(jax.lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn), w.global_scale, w.fmt, permuted)
-    flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)))
+    paired = gated and w.shape[-2] % layout.ROWS == 0
+    flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)), paired)
     packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
     return Arranged(packed, w.global_scale, w.fmt, permuted)
 

@@ -222,7 +222,8 @@ def grouped_project(
     nobody may read, are then anything. source i32[M], with `block` and where `takes_source`: row m is x[source[m]], x
     f[T, K] or what `quantized` made of it, or zero where negative, with `group` anything and the last of a block; each
     is quantized once, however many rows read it. read (i32[C], i32[M]), with `block`: the rows that are read, each
-    once, and below 0 which rows are not, the last of a block; those are then anything. implementation: one of
+    once, and below 0 which rows are not, the last of a block; those are then anything. A weight that is `paired` gives
+    silu(gate) * up instead, bf16[M, N/2]. implementation: one of
     IMPLEMENTATIONS, or as in `project`, as is the rest.
     """
     experts, _, width = w.values.shape if isinstance(w, Operand) else w.shape

@@ -46,20 +46,23 @@ from quads_jax.quant.tensor import BlockTensor
 Array = jax.Array
 
 
-def unpack(params: Any, dtype: str, implementation: str | None = None) -> Any:
+def unpack(
+    params: Any, dtype: str, implementation: str | None = None, gated: Callable[[tuple], bool] = lambda path: False
+) -> Any:
     """The same tree with every `BlockTensor` decoded to an `Operand`, or arranged for an implementation that reads it
-    packed: once a program instead of once a decode step.
+    packed: once a program instead of once a decode step. gated: whether the weight at a path has gates and ups.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(path: tuple, leaf: Any) -> Any:
         if not isinstance(leaf, BlockTensor):
             return leaf
         automatic = implementation is None and can_read(None, leaf.fmt, dtype) and is_automatic(leaf.shape)
         if automatic or reads_packed(leaf, leaf.fmt, dtype, implementation):
-            return arrange(leaf, permuted=leaf.layout == PERMUTED)
+            return arrange(leaf, permuted=leaf.layout == PERMUTED, gated=gated(path))
         return decoded(leaf, dtype)
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockTensor | Arranged))
+    known = lambda leaf: isinstance(leaf, BlockTensor | Arranged)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=known)
 
 
 def reads_packed(w: Any, fmt: BlockFormat | None, dtype: str, implementation: str | None) -> bool:
@@ -222,7 +225,7 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, read, 
         else:
             ids, inside = jnp.repeat(jnp.maximum(group - first, 0), block), jnp.repeat(group >= 0, block)
         if not fuses(x, p, implementation):  # there a row's scale is its own
-            x = jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
+            x = value(x) if read is not None else jnp.where(inside[:, None], value(x), 0)  # as in ops._grouped_fwd
     else:
         ids = None
         if not isinstance(x, Quantized) and _quantizing(implementation, p, x.shape[-1]) is not None:
@@ -231,6 +234,7 @@ def grouped_project(p, implementation, block, x, w, sizes, group, source, read, 
     packed, channel_scale = w.matrices()
     how |= {"block": block, "group": group, "first": first, "channel_scale": channel_scale, "source": source}
     how["fill"] = group is None and read is None
+    how |= {"gated": True} if w.paired else {}
     if read is not None:
         rows, how["used"] = read
         picks = source is None and product is _quantizing(implementation, p, w.shape[-1])

@@ -14,6 +14,7 @@ import numpy as np
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import init_params
+from quads_jax.models.layers import GATED
 from quads_jax.pack import gemm_role, is_packed, leaf_name, pack
 from quads_jax.precision import ROLES, Precision
 from quads_jax.quant import tensor
@@ -86,7 +87,8 @@ def _leaf(key: Array, names: tuple[str, ...], like: Any, precision: Precision) -
         return _filled(key, like, layers, functools.partial(_uniform, dtype=like.dtype))
     parts = jax.random.split(key, 2)
     level = jnp.full(like.global_scale.shape, like.shape[-1] ** -0.5 / _root_mean_square(like.fmt), jnp.float32)
-    unpack = functools.partial(ops.unpack, dtype=precision.dtype, implementation=precision.implementation)
+    how = {"dtype": precision.dtype, "implementation": precision.implementation}
+    unpack = functools.partial(ops.unpack, **how, gated=lambda path: names[-2:] == GATED)
     arranged = jax.eval_shape(unpack, like)
     if isinstance(arranged, ops.Arranged):
         fills = {"uint32": _bits, "uint16": _scale_pairs, "float8_e4m3fn": _fp8}

@@ -77,6 +77,15 @@ def test_other_layers_other_sequences_and_hidden_slots_change_nothing():
     assert (after[2] != before[2]).any()
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 2, 32, 70, 2), (2, 16, 1, 64, 300, 3)])
+def test_a_query_that_is_not_finite_gives_nan(shape):
+    """As XLA's attention, in that head alone."""
+    q, *rest = operands(shape)
+    for number in (jnp.nan, jnp.inf):
+        got = np.asarray(kernel(q.at[1, 0, 3].set(number), *rest), np.float32)
+        assert np.isnan(got[1, 0]).all() and np.isfinite(got[1, 1:]).all() and np.isfinite(got[0]).all()
+
+
 def test_large_logits_stay_finite():
     """Logits near 4e4, far beyond float32's exponentials: the largest takes all."""
     q, keys, values, layer, mask = operands((2, 4, 2, 16, 128, 1), size=100.0)
@@ -160,6 +169,10 @@ def test_a_new_token_is_the_models(norm, biased, slots):
     y, *_ = attend_new(qkv, *at, jnp.asarray(hidden), **given)
     want, size = exact(q[:, 0], *seen, 1, hidden)
     assert (np.abs(np.asarray(y, np.float64) - want) <= bound * size).all() and not np.asarray(y[0]).any()
+    stale = [a.at[1, rows, slot].set(0x7FC0) for a in before]  # NaN
+    again = attend_new(qkv, *at[:2], *stale, *at[4:], jnp.asarray(mask), **given)
+    whole = attend_new(qkv, *at, jnp.asarray(mask), **given)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), jax.tree.map(np.asarray, whole))
     _, *caches = attend_new(qkv, *at[:-1], jnp.int32([-1, slots, slots + 64]), jnp.asarray(hidden), **given)
     jax.tree.map(np.testing.assert_array_equal, caches, list(before))
 
@@ -174,6 +187,9 @@ def test_a_new_token_is_the_models(norm, biased, slots):
         ({"slot": jnp.zeros(3, jnp.int32)}, r"slot \(3,\)"),
         ({"sin": jnp.zeros((2, 16))}, r"sin \(2, 16\), slot \(2,\): pass \[2, 8\]"),
         ({"mask": jnp.ones((2, 9), bool)}, r"pass bool \(2, 8\)"),
+        ({"bias": jnp.zeros(8)}, r"bias \(8,\): pass one a column of qkv, \[96\]"),
+        ({"norms": (jnp.ones(16), jnp.ones(16, jnp.bfloat16))}, "are int32, float32, float32, float32, bfloat16: pass"),
+        ({"slot": jnp.zeros(2)}, "are float32, float32, float32: pass int32 slots"),
     ],
 )
 def test_new_tokens_refused(change, message):
@@ -225,3 +241,17 @@ def test_a_model_takes_the_implementation_that_its_precision_names(monkeypatch):
         seen.clear()
         np.testing.assert_allclose(decoded(name, tree), want, atol=0.015 * np.abs(want).max())  # observed .0054
         assert GPU or set(seen) == called
+
+
+def test_the_automatic_choice_is_where_it_was_measured(monkeypatch):
+    monkeypatch.setattr(attention, "on_hopper", lambda: True)
+    for dtype in ("bfloat16", jnp.bfloat16, np.dtype(jnp.bfloat16)):
+        assert attention.chosen(None, dtype, 128, 1) == "triton_fused"
+        assert attention.takes_heads("triton_fused", dtype, 1) and not attention.takes_heads("triton", dtype, 1)
+    others = (None, "float32", 128, 1), (None, "bfloat16", 64, 1), (None, "bfloat16", 128, 2)
+    assert {attention.chosen(*other) for other in others} == {"xla"}
+    assert attention.chosen("triton", "float32", 64, 2) == "triton"
+    assert not attention.takes_heads("triton_fused", "float32", 1)
+    assert not attention.takes_heads("triton_fused", "bfloat16", 2)  # refused as triton
+    monkeypatch.setattr(attention, "on_hopper", lambda: False)
+    assert attention.chosen(None, "bfloat16", 128, 1) == "xla"

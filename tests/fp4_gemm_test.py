@@ -1,5 +1,6 @@
 """The FP4 GEMM without a GPU: its layout, the PTX that decodes, the tile algorithm, and the kernel by interpreter."""
 
+import dataclasses
 import functools
 import re
 
@@ -22,7 +23,8 @@ from quads_jax.quant.formats import NVFP4
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)  # finite, not negative
-pack, unpack, matmul = jax.jit(layout.pack), jax.jit(layout.unpack), jax.jit(reference.matmul)
+pack, unpack = jax.jit(layout.pack, static_argnames="paired"), jax.jit(layout.unpack)
+matmul = jax.jit(reference.matmul, static_argnames="gated")
 decoded = jax.jit(tensor.dequantize)
 
 
@@ -320,6 +322,70 @@ def test_unused_halves_of_tiles_are_left_out(s, config):
     assert rows.sum() == held.sum()
 
 
+def gates_and_ups(m, f, k, s, experts):
+    """`operands` of 2 f rows, paired, and silu(gate) * up in float64, most of them of some ten."""
+    (x, w), kwargs, y = operands(m, 2 * f, k, s, experts)
+    kwargs["token_scale"] *= np.float32(2.0**-13)
+    gate, up = np.split(y * 2.0**-13, 2, axis=1)
+    return (x, pack(*layout.unpack(w), paired=True)), kwargs | {"gated": True}, gate / (1 + np.exp(-gate)) * up
+
+
+def test_pairs_are_gates_beside_their_ups():
+    """Row 16 e + r of a thread's R0 is gate 8 e + r, its R1 eight rows on the up of it; both ways, and packed."""
+    rows = np.arange(256)
+    order = np.asarray(layout.pair_rows(jnp.asarray(rows), 0)).reshape(16, 2, 8)
+    np.testing.assert_array_equal(order[:, 0].ravel(), rows[:128])
+    np.testing.assert_array_equal(order[:, 1], order[:, 0] + 128)
+    np.testing.assert_array_equal(layout.unpair_rows(layout.pair_rows(jnp.asarray(rows), 0), 0), rows)
+    codes, scales, _ = weights(256, 48, 2)
+    w = pack(codes, scales, paired=True)
+    assert w.paired and (w.words != pack(codes, scales).words).any()
+    for got, want in zip(layout.unpack(w), (codes, scales), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="N=130 gates and ups are no multiple of 128: leave them unpaired"):
+        pack(*weights(130, 48)[:2], paired=True)
+
+
+def close_in_bf16(got, want, size):
+    """Whether bf16 numbers are those of float64 up to a rounding, and float32 sums' errors before the gate."""
+    return np.abs(np.asarray(got, np.float64) - want) <= 1.01 * 2**-8 * np.abs(want) + 2e-6 * size
+
+
+def test_reference_of_gates_and_ups():
+    (x, w), kwargs, want = gates_and_ups(24, 64, 80, 32, 3)
+    got = matmul(x, w, **kwargs)
+    assert got.shape == (24, 64) and got.dtype == jnp.bfloat16
+    assert close_in_bf16(got, want, np.abs(want).max()).all() and not np.asarray(got[:8]).any()
+    with pytest.raises(ValueError, match="gated=False of a weight that is paired: pack it so, or not"):
+        reference.matmul(x, w, **kwargs | {"gated": False})
+    with pytest.raises(ValueError, match="gated=True of a weight that is not paired"):
+        reference.matmul(x, dataclasses.replace(w, paired=False), **kwargs)
+
+
+@pytest.mark.skipif(
+    not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels: needs 0.11"
+)
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((24, 64, 128, 128, 3), Config(8, 1, 2)),
+        ((48, 128, 192, 192, 3), Config(16, 1, 2, 1, 1, True, 4)),
+        ((24, 64, 192, 64, 3), Config(8, 1, 2, 2, 3, True)),  # parts of K, which XLA adds and gates
+    ],
+)
+def test_gates_and_ups_by_interpreter(shape, config):
+    (x, w), kwargs, want = gates_and_ups(*shape)
+    with compat.interpreted():
+        got = mosaic.matmul(x, w, **kwargs, config=config, interpret=True)
+    assert got.shape == want.shape and got.dtype == jnp.bfloat16
+    assert close_in_bf16(got, want, np.abs(want).max()).all()
+    used = np.where(np.arange(len(x)) % config.tokens < 5, 0, -1).astype(np.int32)
+    with compat.interpreted():
+        got = mosaic.matmul(x, w, **kwargs, used=jnp.asarray(used), fill=False, config=config, interpret=True)
+    rows = (used >= 0) & np.repeat(np.asarray(kwargs["group"]) >= 0, len(x) // 3)
+    assert close_in_bf16(got[rows], want[rows], np.abs(want).max()).all()
+
+
 def of_tokens(m, n, k, s):
     """`operands` of three blocks of rows of seven tokens: ((x, w), arguments with `source`, the same gathered)."""
     (x, w), kwargs, _ = operands(m, n, k, s, 3)
@@ -438,6 +504,16 @@ def test_agreement_sees_a_single_bit():
 
     assert agree.first_difference(functools.partial(leaves_out, 0), args, kwargs | used) is None
     assert "at row 0, column 0: " in agree.first_difference(functools.partial(leaves_out, 1), args, kwargs | used)
+
+    gates = agree.random_weight(jax.random.key(0), 1, 128, 80)
+    gates = (args[0], dataclasses.replace(gates, paired=True)), kwargs | {"gated": True, "residual": None}
+    assert agree.first_difference(reference.matmul, *gates) is None
+
+    def nearly(share, *args, **kwargs):
+        return (reference.matmul(*args, **kwargs).astype(jnp.float32) * share).astype(jnp.bfloat16)
+
+    assert agree.first_difference(functools.partial(nearly, 1 + 2.0**-8), *gates) is None
+    assert agree.first_difference(functools.partial(nearly, 1 + 2.0**-6), *gates) is not None
 
     def reads_padding(x, **kwargs):
         return reference.matmul(x, **kwargs) + layout.natural(x, 128)[:, 80:].sum()

@@ -32,6 +32,7 @@ def check(
     keys: Array,
     values: Array,
     slot: Array,
+    bias: Array | None,
     norms: Sequence[Array] | None,
     eps: float,
 ) -> Sizes:
@@ -46,6 +47,12 @@ def check(
     if cos.shape != (b, d // 2) or sin.shape != cos.shape or slot.shape != (b,):
         raise ValueError(f"cos {cos.shape}, sin {sin.shape}, slot {slot.shape}: pass [{b}, {d // 2}] and one slot a "
                          f"sequence, [{b}]")  # fmt: skip
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias {bias.shape}: pass one a column of qkv, [{width}]")
+    floats = [cos, sin, *(() if bias is None else (bias,)), *(norms or ())]
+    if slot.dtype != jnp.int32 or any(a.dtype != jnp.float32 for a in floats):
+        found = ", ".join(str(a.dtype) for a in (slot, *floats))
+        raise ValueError(f"slot, cos, sin, bias and norms are {found}: pass int32 slots, and float32")
     return Sizes(h, g, d, norms is None or norms[0].shape == (d,), eps)
 
 

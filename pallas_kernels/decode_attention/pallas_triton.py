@@ -77,7 +77,7 @@ def attend_new(
     their place. layer i32[], slot i32[B]; the new token is seen if mask[b, slot[b]], and of a slot that is not there
     neither seen nor written. Other arguments and errors as `attend`.
     """
-    sizes = heads.check(qkv, cos, sin, keys, values, slot, norms, eps)
+    sizes = heads.check(qkv, cos, sin, keys, values, slot, bias, norms, eps)
     h, g, d, each, _ = sizes
     b = len(qkv)
     _check((b, h, d), keys, values, mask)
@@ -152,7 +152,7 @@ def _joined(sums: Array, largest: Array, total: Array) -> Array:
     factor = jnp.exp2(largest - largest.max(2, keepdims=True))
     weight = (factor * total).sum(2)
     y = (sums * factor[..., None]).sum(2)
-    return jnp.where(weight[..., None] > 0, y / weight[..., None], 0.0).astype(jnp.bfloat16)
+    return jnp.where(weight[..., None] == 0, 0.0, y / weight[..., None]).astype(jnp.bfloat16)
 
 
 def _check(shape: tuple[int, int, int], keys: Array, values: Array, mask: Array) -> None:
@@ -193,7 +193,7 @@ def _kernel(
         norms = (ref["q_norm"], ref["k_norm"]) if "q_norm" in ref else None
         slot = ref["slot"][pl.program_id(0)]
         mine = (slot >= first) & (slot < jnp.minimum(first + length, slots))
-        known = mine & ref["mask"][jnp.clip(slot, 0, slots - 1)]
+        shown = mine & ref["mask"][jnp.clip(slot, 0, slots - 1)]
         token = heads.Token(ref["qkv"], ref.get("bias"), norms, ref["cos"], ref["sin"])
         q, *newest = heads.of_group(token, sizes, pl.program_id(1), rows)
 
@@ -221,7 +221,8 @@ def _kernel(
         new = jnp.maximum(largest, jnp.max(logits, axis=1))
         weight = jnp.exp2(logits - new[:, None])
         factor = jnp.exp2(largest - new)
-        y = y * factor[:, None] + plt.dot(weight.astype(jnp.bfloat16), bf16(ref["values"], start, inside))
+        known = inside if sizes is None else inside & (at != slot)  # 0 times what that held may be NaN
+        y = y * factor[:, None] + plt.dot(weight.astype(jnp.bfloat16), bf16(ref["values"], start, known))
         return y, new, total * factor + jnp.sum(weight, axis=1)
 
     start = jnp.zeros((rows, d), jnp.float32), jnp.full(rows, _FLOOR, jnp.float32), jnp.zeros(rows, jnp.float32)
@@ -229,14 +230,14 @@ def _kernel(
         k, v = (a.astype(jnp.float32) for a in newest)
         logit = jnp.sum(q.astype(jnp.float32) * k, axis=1) * (scale * math.log2(math.e))
         new = jnp.broadcast_to(v, (rows, d)), logit, jnp.ones(rows, jnp.float32)
-        start = tuple(jnp.where(known, a, b) for a, b in zip(new, start, strict=True))
+        start = tuple(jnp.where(shown, a, b) for a, b in zip(new, start, strict=True))
     y, largest, total = lax.fori_loop(lax.div(begin, BLOCK), lax.div(end + BLOCK - 1, BLOCK), step, start)
     for cache, a in zip(caches, newest if caches else (), strict=True):
         a = a if cache.dtype == jnp.bfloat16 else lax.bitcast_convert_type(a, cache.dtype)
         plt.store(cache.at[layer, pl.ds(slot, 1)], a, mask=jnp.broadcast_to(mine, (1, d)))
     if len(out) == 1:
         total = total[:, None]
-        plt.store(out[0], jnp.where(total > 0, y / total, 0.0).astype(out[0].dtype), mask=real)
+        plt.store(out[0], jnp.where(total == 0, 0.0, y / total).astype(out[0].dtype), mask=real)
         return
     plt.store(out[0], y, mask=real)
     for ref_of, value in zip(out[1:], (largest, total), strict=True):

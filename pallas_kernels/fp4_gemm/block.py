@@ -105,13 +105,14 @@ class FourBit:
 
     name = "fp4_gemm"
     exponent = decode.EXPONENT
+    gated = False  # whether the output is silu(gate) * up of rows that are `layout.pair_rows`'
     late = False  # whether a buffer is given back one step late, when the next step's products have started
 
     @classmethod
     def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
         """What the kernel writes, [splits, M', N'], and the number of its tasks."""
         m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
-        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows), dtype)
+        out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows // (1 + cls.gated)), dtype)
         return out, m_tiles * (rows // TILE // c.rows) * c.splits
 
     @staticmethod
@@ -126,13 +127,14 @@ class FourBit:
         self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
         self.unit = unit(c, "used" in gmem)
+        self.width_out = TILE // (1 + self.gated)  # columns of the output by a tile of the weight
         self.width = smem["x_smem"].shape[-1]
         wg = lax.axis_index("wg")
         self.part, self.row = (0, wg) if c.parts == 1 else (lax.div(wg, c.rows), lax.rem(wg, c.rows))
 
     def tile(self, index: Any) -> tuple[Any, Any, Any]:
         """Tile of tokens, group of row tiles and part of K of a task."""
-        m_tiles, row_groups = self.out.shape[1] // self.c.tokens, self.out.shape[2] // (TILE * self.c.rows)
+        m_tiles, row_groups = self.out.shape[1] // self.c.tokens, self.out.shape[2] // (self.width_out * self.c.rows)
         if "group" in self.gmem:  # tiles without a matrix, which cost nothing, are usually the last: so are their tasks
             n, m = lax.rem(index, row_groups), lax.rem(lax.div(index, row_groups), m_tiles)
         else:  # blocks with the same weights run together
@@ -281,7 +283,7 @@ class FourBit:
             if not c.stacked:
                 places = [pl.ds(task.m * c.tokens, tokens)]
             early = [None] * len(places)
-            if c.tokens <= tiling.EARLY_SCALES:  # the products hide reading them
+            if c.tokens <= tiling.EARLY_SCALES and not self.gated:  # the products hide reading them
                 early = [self._scales(task, place) for place in places]
 
             def scope(acc):
@@ -378,12 +380,12 @@ class FourBit:
             channel = lax.broadcast_in_dim(channel, y.shape, range(channel.ndim))
             y = y * (lax.broadcast_in_dim(token, y.shape, (1,)) * channel)
         used = task.count > 0 if "group" in self.gmem else None
-        out = self.out.at[task.split, tokens, self._rows_of(task)]
-        decode.store_rows(out, y, used, self.fill, self.interpret)
+        out = self.out.at[task.split, tokens, self._rows_of(task, self.width_out)]
+        decode.store_rows(out, y, used, self.fill, self.interpret, self.gated)
 
-    def _rows_of(self, task: Task) -> Any:
-        """The warpgroup's rows of a task."""
-        return pl.ds((task.n * self.c.rows + self.row) * TILE, TILE)
+    def _rows_of(self, task: Task, width: int = TILE) -> Any:
+        """The warpgroup's rows of a task, `width` of a tile."""
+        return pl.ds((task.n * self.c.rows + self.row) * width, width)
 
     def _scales(self, task: Task, tokens: Any) -> tuple[Array, Array] | None:
         """Of tokens, f32[tokens], and a task's rows, f32[64] or f32[] where the matrix has one; None if XLA scales."""
@@ -398,3 +400,10 @@ class FourBit:
         one = self.gmem["channel_scale"].shape[1] == 1
         channel = self.gmem["channel_scale"][task.matrix, 0] if one else read("channel_scale", (task.matrix, rows), 0)
         return read("token_scale", tokens, 1), channel
+
+
+class Gated(FourBit):
+    """The same of gates and ups, which leaves the experts' hidden instead of them."""
+
+    name = "fp4_gemm_gated"
+    gated = True

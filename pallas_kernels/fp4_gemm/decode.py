@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, storage
 from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm.layout import LEFT, MAGNITUDES, PLACES, SIGNS, TILE, pairs_of
+from pallas_kernels.fp4_gemm.reference import swiglu
 
 EXPONENT = 7  # in_registers gives weights times 2**-7
 SCALE_FACTORS = 0x7B807B80, 0x7B007B00  # pairs of bf16, 2**120 and 2**119
@@ -102,17 +103,20 @@ def tile_codes(words: Array) -> Array:
     return codes.transpose(0, 5, 1, 3, 4, 2, 6).reshape(TILE, TILE).astype(jnp.uint8)
 
 
-def store_rows(out: Any, y: Array, used: Any, fill: bool, interpret: bool) -> None:
+def store_rows(out: Any, y: Array, used: Any, fill: bool, interpret: bool, gated: bool = False) -> None:
     """Stores f32[64, T] as out [T, 64]. used: whether the rows have a matrix, None where all have; those that have none
-    become 0, whatever y is, or if not `fill` stay unwritten.
+    become 0, whatever y is, or if not `fill` stay unwritten. gated: out is [T, 32], of 8 rows of gates and 8 of their
+    ups after another silu(gate) * up.
     """
     if used is not None and fill:
         y = jnp.where(jnp.broadcast_to(used, y.shape), y, 0.0)
-    y = y.astype(out.dtype)
+    y = y if gated else y.astype(out.dtype)
 
     def store() -> None:
         if interpret:
-            out[...] = y.T
+            out[...] = (swiglu(*jnp.moveaxis(y.reshape(4, 2, 8, -1), 1, 0)).reshape(-1, y.shape[1]) if gated else y).T
+        elif gated:
+            store_gated(out, y)
         else:
             store_transposed(out, y)
 
@@ -128,5 +132,34 @@ def store_transposed(out: Any, y: Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def store(_, ref, values):
         values.foreach(lambda value, index: compat.memref.store(value, ref, [index[1], index[0]]))
+
+    store(out, y)
+
+
+# silu of $1 times $2. A subnormal sigmoid is 0, as in the quantizer that does the same.
+_GATED_PTX = """{ .reg .f32 e;
+    mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
+    add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e;
+    mul.f32 e, e, $1; mul.f32 $0, e, $2; }"""
+
+
+def store_gated(out: Any, y: Array) -> None:
+    """Stores silu(gate) * up of y f32[64, T], whose rows R0 of a thread are gates and R1 their ups, to out bf16[T, 32]
+    in global memory.
+    """
+    arith, ir, llvm, memref, vector = compat.arith, compat.ir, compat.llvm, compat.memref, compat.vector
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(_, ref, values):
+        f32, index = ir.F32Type.get(), ir.IndexType.get()
+        registers, places = list(values.registers.flat), list(values.layout.thread_idxs(values.shape))
+        for gate, up, (row, token) in zip(registers[::2], registers[1::2], places[::2], strict=True):
+            eight = arith.divui(row, arith.constant(index, 16))
+            channel = arith.subi(row, arith.muli(eight, arith.constant(index, 8)))
+            for i in range(2):
+                pair = [vector.extract(a, [], [i]) for a in (gate, up)]
+                value = llvm.inline_asm(f32, pair, _GATED_PTX, "=f,f,f")
+                at = arith.addi(token, arith.constant(index, i))
+                memref.store(arith.truncf(ir.BF16Type.get(), value), ref, [at, channel])
 
     store(out, y)

@@ -9,6 +9,8 @@ The two words of two steps hold eight pairs of codes, in a pair's low half the o
 for b = 1. A rotation brings a pair's sign and magnitude (exponent and mantissa, three bits) to bits 15 and 8:6 of the
 halves: the sign, the last two exponent bits and the first mantissa bit of a bf16, which is then code * 2**-126, for
 subnormal codes too. A word has room for three such pairs; the bits that both words leave, merged, are the other two.
+
+Of a matrix whose rows are N/2 gates and as many ups, R0 can be a gate and R1 its up: `paired`.
 """
 
 from __future__ import annotations
@@ -39,19 +41,41 @@ class Packed:
 
     words u32[E, N'/64, K'/32, 256]: a tile is two rows of 256, thread t's four words at 4 t of them. scales
     u16[E, N'/64, K'/64, 128]: thread t's E4M3 bytes, of R0 in the low byte and of R1 in the high one. N' and K' are n
-    and k padded to multiples of 128 and 64, with codes and scales 0.
+    and k padded to multiples of 128 and 64, with codes and scales 0. paired: rows are in the order of `pair_rows`.
     """
 
     words: Array
     scales: Array
     n: int = dataclasses.field(metadata={"static": True})
     k: int = dataclasses.field(metadata={"static": True})
+    paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def pack(codes: Array, block_scales: Array) -> Packed:
+def pair_rows(a: Array, axis: int) -> Array:
+    """N/2 gates and N/2 ups along an axis -> in the order in which a thread has one of each: 8 gates, their ups. Raises
+    ValueError if N is no multiple of 128.
+    """
+    return _by_eights(a, axis, (2, -1, 8))
+
+
+def unpair_rows(a: Array, axis: int) -> Array:
+    """The inverse of `pair_rows`."""
+    return _by_eights(a, axis, (-1, 2, 8))
+
+
+def _by_eights(a: Array, axis: int, shape: tuple[int, int, int]) -> Array:
+    axis %= a.ndim
+    if a.shape[axis] % ROWS:
+        raise ValueError(f"N={a.shape[axis]} gates and ups are no multiple of {ROWS}: leave them unpaired")
+    lead, rest = a.shape[:axis], a.shape[axis + 1 :]
+    return jnp.swapaxes(a.reshape(*lead, *shape, *rest), axis, axis + 1).reshape(a.shape)
+
+
+def pack(codes: Array, block_scales: Array, paired: bool = False) -> Packed:
     """codes u8[N, K/2], E4M3 block scales u8[N, K/16], or both with a leading E -> Packed (E = 1 without).
 
-    Scales are finite and not negative, as quantizers store them. Raises ValueError for other shapes and dtypes.
+    Scales are finite and not negative, as quantizers store them. paired: the rows are gates and ups. Raises ValueError
+    for other shapes and dtypes, and as `pair_rows`.
     """
     if codes.ndim not in (2, 3) or codes.dtype != jnp.uint8 or block_scales.dtype != jnp.uint8:
         raise ValueError(
@@ -66,6 +90,7 @@ def pack(codes: Array, block_scales: Array) -> Packed:
             f"{(*codes.shape[:-1], half // 8)}, one byte a block of 16"
         )
     codes, block_scales = (a.reshape(-1, n, a.shape[-1]) for a in (codes, block_scales))
+    codes, block_scales = (pair_rows(a, 1) if paired else a for a in (codes, block_scales))
     codes, block_scales = _pad(codes, TILE // 2), _pad(block_scales, TILE // BLOCK)
     experts, rows, tiles = codes.shape[0], codes.shape[1] // TILE, codes.shape[2] // (TILE // 2)
     # expert, row tile, warp, i (R0 or R1), r, column tile, q, j, h -> expert, row tile, column tile, warp, r, q, j
@@ -80,7 +105,7 @@ def pack(codes: Array, block_scales: Array) -> Packed:
     # By shifts: XLA folds a constant's transposition and bitcast to 16 bits to wrong numbers (JAX 0.10.2 and 0.11.2).
     scales = block_scales.reshape(experts, rows, 4, 2, 8, tiles, 4).transpose(0, 1, 5, 2, 4, 6, 3).astype(jnp.uint16)
     scales = (scales[..., 0] | (scales[..., 1] << 8)).reshape(experts, rows, tiles, 128)
-    return Packed(words, scales, n, 2 * half)
+    return Packed(words, scales, n, 2 * half, paired)
 
 
 def unpack(w: Packed) -> tuple[Array, Array]:
@@ -95,7 +120,8 @@ def unpack(w: Packed) -> tuple[Array, Array]:
         .transpose(0, 1, 3, 6, 4, 2, 5)
         .reshape(experts, rows * TILE, tiles * TILE // BLOCK)
     )
-    return codes[:, : w.n, : w.k // 2], scales[:, : w.n, : w.k // BLOCK]
+    found = codes[:, : w.n, : w.k // 2], scales[:, : w.n, : w.k // BLOCK]
+    return tuple(unpair_rows(a, 1) if w.paired else a for a in found)
 
 
 def pairs_of(words: Array) -> Array:

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.fp4_gemm import block, layout, reference, tiling
-from pallas_kernels.fp4_gemm.block import FourBit, run
+from pallas_kernels.fp4_gemm.block import FourBit, Gated, run
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.quantize_residual import pallas_triton
@@ -28,6 +28,7 @@ def matmul(
     fill: bool = True,
     source: Array | None = None,
     used: Array | None = None,
+    gated: bool = False,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -36,7 +37,7 @@ def matmul(
     interpret: decodes with jnp through shared memory, which Pallas' interpreter can run, for tests. Raises ValueError
     also for a config that does not fit, RuntimeError if JAX is too old.
     """
-    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used)
+    reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used, gated)
     rows = x.shape[0] if source is None else source.shape[0]
     c = _config(config, rows, w, residual is not None, group)
     x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
@@ -66,6 +67,7 @@ def quantized_matmul(
     group: Array | None = None,
     read: Array | None = None,
     used: Array | None = None,
+    gated: bool = False,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
     out_dtype: DTypeLike = jnp.float32,
@@ -81,7 +83,7 @@ def quantized_matmul(
     `quantize_residual.pallas_triton.quantize`.
     """
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
-    reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None, used)
+    reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None, used, gated)
     c = _config(config, x.shape[0], w, residual > 0, group)
     width = None if c.stacked or not residual else _residual_width(c, residual)
     how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
@@ -124,12 +126,18 @@ def _product(operands, w, c, rows, token_scale, channel_scale, group, used, out_
     if group is not None:
         operands["group"] = jnp.repeat(group, rows // group.shape[0] // c.tokens)
         operands |= {} if used is None else {"used": used}
+    if w.paired and channel_scale is not None and channel_scale.shape[1] > 1:
+        channel_scale = layout.pair_rows(channel_scale, 1)
     if c.splits > 1:
         y = jnp.sum(run(FourBit, c, operands, jnp.float32, interpret, fill), axis=0)[:rows, : w.n]
         token_scale = None if token_scale is None else token_scale[:, None]
-        return reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), out_dtype)
+        dtype = jnp.float32 if w.paired else out_dtype
+        y = reference.epilogue(y, token_scale, channel_scale, reference.row_groups(group, rows), dtype)
+        return reference.swiglu(*jnp.split(layout.unpair_rows(y, 1), 2, axis=1)) if w.paired else y
     token = jnp.ones((rows,), jnp.float32) if token_scale is None else token_scale
     channel = jnp.ones((w.words.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     operands["token_scale"] = jnp.pad(token, (0, -rows % c.tokens))
     operands["channel_scale"] = channel if channel.shape[1] == 1 else jnp.pad(channel, ((0, 0), (0, -w.n % ROWS)))
+    if w.paired:
+        return run(Gated, c, operands, jnp.dtype(jnp.bfloat16), interpret, fill)[0, :rows]
     return run(FourBit, c, operands, jnp.dtype(out_dtype), interpret, fill)[0, :rows, : w.n]

@@ -156,6 +156,42 @@ def gaussian(m: int, n: int, k: int) -> dict[str, Any]:
     return {"ok": error["kernel"] < 1e-5, "relative_error": error}
 
 
+def gates_and_ups(
+    m: int, f: int, k: int, experts: int, *, residual: int = 0, ends: bool = False, config: Config | None = None
+) -> dict[str, Any]:
+    """silu(gate) * up of f gates and ups against float64, up to a rounding to bf16: blocks of m rows as in `exact`."""
+    rng = np.random.default_rng(m + f + k + residual)
+    codes, scales, values = weights(rng, experts, 2 * f, k, FEW_BITS)
+    w = jax.jit(functools.partial(layout.pack, paired=True))(codes, scales)
+    rows, group = m * experts, rng.integers(0, experts, experts).astype(np.int32)
+    group[0] = -1
+    ids = np.repeat(group, m)
+    x, r = (rng.integers(-8, 9, (rows, width)).astype(np.float32) for width in (k, residual))
+    both = x.astype(np.float64)
+    both[:, :residual] += r
+    scale = (2.0 ** rng.integers(-13, -9, (rows, 1))).astype(np.float32)  # gates of some ten
+    kwargs: dict[str, Any] = {"token_scale": scale, "group": group, "gated": True, "config": config}
+    if residual:
+        kwargs["residual"] = jnp.asarray(r, jnp.bfloat16)
+    read = ids >= 0
+    if ends:
+        used = used_rows(rng, experts, m)
+        x[used < 0], read = np.nan, read & (used >= 0)
+        kwargs |= {"used": jnp.asarray(used), "fill": False}
+    y = np.zeros((rows, 2 * f))
+    for e in np.unique(group[1:]):
+        y[ids == e] = both[ids == e] @ values[e].T
+    gate, up = np.split(y * scale, 2, axis=1)
+    want = gate / (1 + np.exp(-gate)) * up
+    static = {name: kwargs.pop(name) for name in ("gated", "config", "fill") if name in kwargs}
+    run = jax.jit(functools.partial(mosaic.matmul, **static))
+    got = [np.asarray(run(jnp.asarray(x, jnp.bfloat16), w, **kwargs))[read] for _ in range(2)]
+    size = np.abs(want[read])
+    error = float(np.max(np.abs(got[0].astype(np.float64) - want[read]) / (2.0**-8 * size + 1e-6 * size.max())))
+    repeats = bool(np.array_equal(*(a.view(np.uint16) for a in got)))
+    return {"ok": got[0].dtype == jnp.bfloat16 and repeats and error <= 1.01, "error": error, "repeats": repeats}
+
+
 def refused() -> dict[str, Any]:
     """K = 232 is not a multiple of 16: an error that says so."""
     try:
@@ -229,4 +265,14 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(64, 2048, 4096)
     found.append(("gaussian 64 512 8192", functools.partial(gaussian, 64, 512, 8192)))
     found.append(("K=232 is refused", refused))
+    for m, options in (
+        (8, {"residual": 2048}),
+        (16, {"residual": 2048, "ends": True}),
+        (16, {"ends": True}),
+        (32, {"residual": 1024}),
+        (64, {}),
+        (16, {"residual": 512, "config": Config(16, 2, 3, 2, 2, blocks=7)}),
+    ):
+        shown = " ".join(f"{name}={value}" for name, value in options.items())
+        found.append((f"gates and ups {m} {shown}", functools.partial(gates_and_ups, m, 768, 2048, 20, **options)))
     return found

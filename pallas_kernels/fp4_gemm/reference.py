@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -25,6 +26,7 @@ def matmul(
     fill: bool = True,
     source: Array | None = None,
     used: Array | None = None,
+    gated: bool = False,
 ) -> Array:
     """y[m] = (x[m] + residual[m]) w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: bf16[M, K] -> [M, N].
 
@@ -35,10 +37,11 @@ def matmul(
     out_dtype: float32 or bfloat16. arranged: x and residual come from `layout.arrange`, [M, K'] and [M, S'], as from a
     producer that writes this order. source: with `group`, i32[P], the row of x, residual and token_scale that is row m
     of P = M, below 0 for none: zeros. fill: False where nobody reads rows without a matrix or a source, which may then
-    be anything, and rows where used i32[M], with `group`, is below 0, which are the last of each block. Raises
-    ValueError for anything else.
+    be anything, and rows where used i32[M], with `group`, is below 0, which are the last of each block. gated: the rows
+    of w, which is `paired`, are gates and ups, and the result is silu(gate) * up in bfloat16, [M, N/2], whatever
+    out_dtype; else w is not. Raises ValueError for anything else.
     """
-    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used)
+    check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used, gated)
     if source is not None:
         x, residual, token_scale = (a if a is None else gathered(a, source) for a in (x, residual, token_scale))
     if arranged:
@@ -49,7 +52,14 @@ def matmul(
     y = _dot(both, w, ids)
     if residual is not None:
         y = y + _dot(jnp.pad(residual, ((0, 0), (0, w.k - residual.shape[1]))).astype(jnp.float32), w, ids)
-    return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+    if not gated:
+        return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+    return swiglu(*jnp.split(epilogue(y, token_scale, channel_scale, ids, jnp.float32), 2, axis=1))
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) * up of f32 sums, rounded to bf16."""
+    return lax.reduce_precision(jax.nn.silu(gate) * up, 8, 7).astype(jnp.bfloat16)
 
 
 def gathered(a: Array, source: Array) -> Array:
@@ -75,8 +85,10 @@ def row_groups(group: Array | None, rows: int) -> Array:
     return jnp.zeros((rows,), jnp.int32) if group is None else jnp.repeat(group, rows // group.shape[0])
 
 
-def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used) -> None:
+def check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used, gated) -> None:
     """Raises ValueError for arguments that `matmul` does not take."""
+    if gated != w.paired:
+        raise ValueError(f"gated={gated} of a weight that is {'' if w.paired else 'not '}paired: pack it so, or not")
     experts = w.words.shape[0]
     step = layout.TILE if arranged else layout.BLOCK
     k = -(-w.k // step) * step

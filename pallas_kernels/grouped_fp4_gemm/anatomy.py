@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import compat, jobs, timing
 from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm import measure, tiling
-from pallas_kernels.fp4_gemm.block import FourBit, Task, run
+from pallas_kernels.fp4_gemm.block import FourBit, Gated, Task, run
 from pallas_kernels.fp4_gemm.layout import TILE
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.fp4_gemm.tiling import Config
@@ -101,7 +101,7 @@ class OnlyProducts(_NoDecoding, NoCopies):
     """Neither copies nor decoding."""
 
 
-PARTS = (FourBit, NoActivations, NoCopies, OnlyCopies, OnlyWeights, NoDecoding, OnlyProducts)
+PARTS = (FourBit, Gated, NoActivations, NoCopies, OnlyCopies, OnlyWeights, NoDecoding, OnlyProducts)
 
 
 @functools.cache

@@ -71,6 +71,9 @@ def _timings(shape: Shape, rows: int) -> list[Job]:
         for c in dict.fromkeys(others):
             if c != rule and fits(c, w, kind.startswith("RAC"), block):
                 add(kind, fp4, kind, c, config=c)
+    if shape.name.endswith("gate_up"):
+        for kind in ("W4A4", "RAC dense"):
+            add(f"{kind}, gated", fp4, kind, None, True)
     for blocks in (264, 132):
         c = Config(block if block <= 64 else 64, 2, 4, 2, 1, False, blocks)
         add("FP8 our kernel", fp8, c, config=c)
@@ -153,11 +156,14 @@ def reached(shape: Shape, rows: int, weight_bytes: float, active: float, times: 
     return times | {"active": round(active, 1)} | share
 
 
-def fp4(shape: Shape, rows: int, kind: str, config: Config | None) -> Row:
-    """Our kernel with all that surrounds it but the layout, from bf16 rows to bf16 sums."""
+def fp4(shape: Shape, rows: int, kind: str, config: Config | None, gated: bool = False) -> Row:
+    """Our kernel with all that surrounds it but the layout, from bf16 rows to bf16 sums, or to what SwiGLU makes of
+    them.
+    """
     block = block_of(shape, rows)
     residual = {"W4A4": 0, "RAC half": shape.k // 2}.get(kind, shape.k)
-    how = {"out_dtype": jnp.bfloat16, "config": config} | ({} if kind == "W4A16" else {"residual": residual})
+    how = {"out_dtype": jnp.bfloat16, "config": config, "gated": gated}
+    how |= {} if kind == "W4A16" else {"residual": residual}
     product = functools.partial(mosaic.matmul if kind == "W4A16" else mosaic.quantized_matmul, **how)
     scale = jnp.ones((shape.experts, 1))
 
@@ -165,7 +171,8 @@ def fp4(shape: Shape, rows: int, kind: str, config: Config | None) -> Row:
         own = {"group": layout.group, "used": layout.used, "fill": False}
         return sorted_rows.matmul(product, x, w, layout.sizes, block=block, channel_scale=scale, **own)
 
-    return _timed(fn, shape, rows, 9 / 16, lambda key: measure.packed(key, shape))
+    weights = lambda key: dataclasses.replace(measure.packed(key, shape), paired=gated)  # noqa: E731
+    return _timed(fn, shape, rows, 9 / 16, weights)
 
 
 def fp8(shape: Shape, rows: int, config: Config) -> Row:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig, check_model
 from quads_jax.models.layers import (
+    GATED,
     GEMM_ROLES,
     MASKS,
     MLP,
@@ -220,7 +221,8 @@ def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str
         arranged.add(names)
         return None
 
-    leaves = ops.unpack(params, precision.dtype, precision.implementation)
+    gated = lambda path: tuple(k.key for k in path[-2:]) == GATED  # noqa: E731
+    leaves = ops.unpack(params, precision.dtype, precision.implementation, gated)
     known = lambda leaf: isinstance(leaf, ops.Operand | ops.Arranged)  # noqa: E731
     params = jax.tree_util.tree_map_with_path(one, leaves, is_leaf=known)
 

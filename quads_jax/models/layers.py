@@ -37,6 +37,7 @@ GEMM_ROLES: dict[tuple[str, str], str] = {
     ("experts", "down"): "experts",
     ("head", "kernel"): "head",
 }
+GATED = ("experts", "gate_up")  # whose kernels can pair gates and ups
 # Parameters that are read in float32, whatever the compute dtype: all others are rounded to it before they are used.
 FLOAT32_LEAVES = (("moe", "router"), ("moe", "shared_gate"), ("attention", "qkv_bias"))
 
@@ -67,6 +68,12 @@ def _stored(module: nn.Module, name: str) -> Any:
     if module.has_variable(STACKS, name):
         return dataclasses.replace(module.get_variable(STACKS, name), layer=module.place)
     return module.get_variable("params", name) if module.has_variable("params", name) else None
+
+
+def is_paired(module: nn.Module, name: str) -> bool:
+    """Whether the product of the weight is that of its gates and ups already, as `ops.grouped_project` says."""
+    w = _stored(module, name)
+    return isinstance(w, ops.Arranged) and w.paired
 
 
 def take_last(x: Array, ids: Array) -> Array:
@@ -220,7 +227,7 @@ class Attention(nn.Module):
         bias = weight(self, "qkv_bias", ((h + 2 * g) * d,), ("heads",), nn.initializers.zeros) if c.qkv_bias else None
         decoding = cache is not None and not io.prefill
         name = attention.chosen(self.precision.decode_attention, dtype, d, x.shape[1])
-        if decoding and attention.takes_heads(name):
+        if decoding and attention.takes_heads(name, dtype, x.shape[1]):
             norms = [norm.scale for norm in self._norms(*self._split(qkv)[:2])]
             one = {"bias": bias, "norms": norms or None, "eps": c.norm_eps}
             turn = tuple(a[:, 0] for a in io.turn)

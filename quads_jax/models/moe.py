@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from quads_jax import ops
 from quads_jax.models.config import ModelConfig
-from quads_jax.models.layers import MLP, STACKS, fan_in_init, linear, quantized, swiglu, take_last, weight
+from quads_jax.models.layers import MLP, STACKS, fan_in_init, is_paired, linear, quantized, swiglu, take_last, weight
 from quads_jax.models.routes import NO_ROUTE, RECORDED, REPLAYED, ids_dtype
 from quads_jax.precision import Precision
 
@@ -162,8 +162,9 @@ class Experts(nn.Module):
         shape = (c.experts, 2 * c.d_expert, c.d_model)
         source = d.token, lambda tokens: to_experts(tokens, d.slot, d.pair, d.filled)
         up = linear(self, "gate_up", x, shape, ("experts", "mlp", "embed"), p, source=source, **groups)
+        hidden = up if is_paired(self, "gate_up") else swiglu(up, p.dtype)
         shape = (c.experts, c.d_model, c.d_expert)
-        return linear(self, "down", swiglu(up, p.dtype), shape, ("experts", "embed", "mlp"), p, **groups)
+        return linear(self, "down", hidden, shape, ("experts", "embed", "mlp"), p, **groups)
 
 
 class MoE(nn.Module):
