@@ -104,12 +104,16 @@ def unread(y, read):
     return y if read is None else jnp.full_like(y, jnp.nan).at[read].set(y[read])
 
 
-def unfilled(product):
-    """A product that leaves NaN in rows that it need not write."""
+def unfilled(product, done=None):
+    """A product that leaves NaN in rows that it need not write. done: a list that gets an element where it has some."""
 
-    def call(*args, fill=True, used=None, **kwargs):
-        y = product(*args, fill=fill, used=used, **kwargs)
-        return y if fill or used is None else jnp.where(used[:, None] < 0, jnp.nan, y)
+    def call(*args, fill=True, used=None, group=None, **kwargs):
+        y = product(*args, fill=fill, used=used, group=group, **kwargs)
+        if fill or used is None:
+            return y
+        [] if done is None else done.append(y.shape)
+        left = (used < 0) | (jnp.repeat(group, len(used) // len(group)) < 0)
+        return jnp.where(left[:, None], jnp.nan, y)
 
     return call
 
@@ -157,8 +161,10 @@ def test_an_implementation_that_quantizes_gives_the_same(name, block, monkeypatc
     assert relative(packed, np.float64(want)) < 1e-6
 
 
-def spied(monkeypatch, name=NAME):
-    """What lies in front of each product, and of rows alone, of a quantizing implementation that `name` has now."""
+def spied(monkeypatch, name=NAME, done=None):
+    """What lies in front of each product, and of rows alone, of a quantizing implementation that `name` has now. done:
+    as `unfilled` takes it.
+    """
     calls, product = [], quantizing if name == NAME else quantizing_fp8
 
     def spy(fn, what):
@@ -168,7 +174,7 @@ def spied(monkeypatch, name=NAME):
 
         return call
 
-    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, name, spy(unfilled(product), "product"))
+    monkeypatch.setitem(implementations.QUANTIZING_IMPLEMENTATIONS, name, spy(unfilled(product, done), "product"))
     monkeypatch.setattr(implementations, "quantize_rows", spy(quantize_rows, "rows"))
     return calls
 

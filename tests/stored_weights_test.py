@@ -54,10 +54,11 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
     implementation, side = SIDES[name]
     model = dataclasses.replace(tiny.MODEL, d_expert=32 if name in ("QUADS", "FP8") else 64)
     paired = implementation == "fp4_reference" and model.d_expert == 64
-    calls = spied(monkeypatch, implementation) if "quantizing" in name else []
+    left_out = []
+    calls = spied(monkeypatch, implementation, left_out) if "quantizing" in name else []
     for products in (implementations.PACKED_IMPLEMENTATIONS, implementations.DIRECT_IMPLEMENTATIONS):
         if implementation in products:
-            monkeypatch.setitem(products, implementation, unfilled(products[implementation]))
+            monkeypatch.setitem(products, implementation, unfilled(products[implementation], left_out))
     quant = orders(side, model)
     masters = jax.tree.map(lambda a: 1.5 * a, init_params(model, jax.random.key(0)))
     weights = jax.jit(lambda: pack(masters, quant, side))()
@@ -83,6 +84,8 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
     for a, b in zip(have, want, strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.isfinite(a).all() and a.std() > 0
+    widths = {model.d_expert * (2 - paired), model.d_model}  # of gate_up and down, in the step and the prefill
+    assert {n for _, n in left_out} == widths and len({m for m, _ in left_out}) == 2
     made = {("product", "norm"), ("product",), ("rows", "norm"), ("product", "swiglu")}  # q k v, out, gate_up, down
     made -= {("rows", "norm")} if "online" in name else set()  # its rows are sorted before they are quantized
     made -= {("product", "swiglu")} if paired else set()
@@ -133,14 +136,20 @@ def test_the_direct_kernel_in_the_interpreter(m, k, groups, dtype):
 )
 @pytest.mark.parametrize("dtype", direct.DTYPES)
 def test_the_direct_kernel_leaves_out_unused_halves(dtype):
-    """Rows behind the last used one of a block are NaN and stay unwritten, where half of its tile holds no other."""
+    """Rows behind the last used one of a block may be NaN; halves of tiles that hold no other stay unwritten, which the
+    interpreter shows as NaN.
+    """
     rng, held, m = np.random.default_rng(0), np.array([8, 9, 0, 16, 1]), 80
     x, w = (jnp.asarray(rng.integers(-1, 2, s), dtype) for s in ((m, 512), (3, 128, 512)))
     used = np.where(np.arange(16) < held[:, None], 0, -1).reshape(-1).astype(np.int32)
     group = jnp.int32([0, 2, -1, 1, 2])
+    how = {"group": group, "used": jnp.asarray(used), "fill": False, "interpret": True}
     with compat.interpreted():
-        poisoned = jnp.where(used[:, None] < 0, jnp.asarray(jnp.nan, dtype), x)
-        got = direct_mosaic.matmul(poisoned, w, group=group, used=jnp.asarray(used), fill=False, interpret=True)
+        whole = np.asarray(direct_mosaic.matmul(x, w, **how))
+        got = direct_mosaic.matmul(jnp.where(used[:, None] < 0, jnp.asarray(jnp.nan, dtype), x), w, **how)
+    unwritten, real = np.repeat(held <= 8, 16) & (np.arange(m) % 16 >= 8), np.repeat(np.asarray(group) >= 0, 16)
+    np.testing.assert_array_equal(np.isnan(whole[real]).all(1), unwritten[real])
+    assert np.isnan(whole).any(1)[real].sum() == unwritten[real].sum() == 16
     np.testing.assert_array_equal(got[used >= 0], direct.matmul(x, w, group=group)[used >= 0])
 
 

@@ -102,14 +102,13 @@ class Controller:
 
     def _first_look(self, point: Point, retry_failed: bool) -> None:
         handle = self._workers.attach(self._history(point))
-        done, alive, history = self._look(point, handle)
-        alive = alive or held(record.job_lock(point, self._workdir))
-        if alive:
+        done, alive, job, history = self._look(point, handle)
+        if done:
+            self._note_finished(point, history)
+        elif alive or job:
             slot = history.last.get("slot") if history.last else None
             self._running[point.name] = Running(point, handle, -1 if slot is None else slot, time.monotonic())
             self.states[point.name] = "running"
-        elif done:
-            self._note_finished(point, history)
         elif history.state == "failed" and not retry_failed:
             self._report_failed(point, history)
         else:
@@ -120,8 +119,8 @@ class Controller:
     def _settle(self) -> None:
         """Takes the points that have ended out of the running ones, each with what the ledger says of its end."""
         for name, (point, handle, _, _) in list(self._running.items()):
-            done, alive, history = self._look(point, handle)
-            if alive or (handle is None and held(record.job_lock(point, self._workdir))):
+            done, alive, job, history = self._look(point, handle)
+            if not done and (alive or (handle is None and job)):
                 continue
             del self._running[name]
             if done:
@@ -150,16 +149,19 @@ class Controller:
             *(f"  | {line}" for line in record.log_end(point, self._workdir, LOG_LINES)),
         )
 
-    def _look(self, point: Point, handle: Handle | None) -> tuple[bool, bool, History]:
-        """Whether the result is there, whether the point's process lives, and its history, read in this order: a
-        process leaves its result first and puts its end on record last, so the end of one that is done and does not
-        live is on record, unless it was killed in between.
+    def _look(self, point: Point, handle: Handle | None) -> tuple[bool, bool, bool, History]:
+        """Whether the point is done, whether its process lives, whether a job holds its folder, and its history, read
+        in this order: a process leaves its result first, puts its end on record, and then lets go. So the end of one
+        that has a result and does not live is on record, unless it was killed in between; one that lives is not done
+        until it is.
         """
         result = record.result_file(point, self._workdir)
-        done = finished(result)
+        there = finished(result)
         alive = (handle is not None and handle.alive()) or held(record.lock_file(point, self._workdir))
+        job = held(record.job_lock(point, self._workdir))
         history = self._history(point)
-        return done or (history.state == "finished" and finished(result)), alive, history  # it ended meanwhile
+        done = (there and not alive) or (history.state == "finished" and finished(result))  # it ended meanwhile
+        return done, alive, job, history
 
     def _elsewhere(self, point: Point, history: History) -> bool:
         """Whether the point is at work in a process that this sweep cannot ask to stop; asks where it can."""

@@ -34,7 +34,7 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
     """kernel, with `reference.matmul`'s signature, on random operands with the shapes and dtypes of these (arrays or
     their avals) -> where and how it differs from the reference in at most 64 rows at the start, the middle and the end
     of M, each within one matrix's block; None where all bits agree, or of gates and ups all but the last. All groups
-    have one of a few matrices; where `used` is given, every other block is half used.
+    have one of a few matrices; where `used` is given, every other block is half used, and NaN behind.
     """
     x, w = args
     experts, m = min(w.words.shape[0], _MATRICES), x.shape[0]
@@ -55,6 +55,7 @@ def first_difference(kernel: Callable[..., Array], args: tuple[Any, Packed], kwa
         elif name == "used":
             row = jnp.arange(m, dtype=jnp.int32)
             values[name] = jnp.where((row // block % 2 == 1) & (row % block >= block // 2), -1, row)
+            values["x"] = jnp.where(values[name][:, None] < 0, jnp.nan, values["x"])
         elif name == "residual":
             values[name] = integers(a.shape)
         else:
