@@ -35,9 +35,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--cache", default=None, help="transformers' cache_implementation, e.g. static")
     args = parser.parse_args()
-    import torch
-    import transformers
-
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        parser.exit(1, f"{error.name} is not installed: pip install torch transformers\n")
+    if not torch.cuda.is_available():
+        parser.exit(1, "this is a measurement of a GPU, and torch sees none\n")
     torch.manual_seed(0)
     said = config(args.model, args.layers)
     sizes = transformers.CONFIG_MAPPING[said["model_type"]].from_dict(said)

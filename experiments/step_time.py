@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -138,20 +138,25 @@ def measure(planned: list[Cell], rows: list[Row], budget: float, keep: Callable[
     `budget` seconds are over {"failed": ...}, which is not kept.
     """
     started, held = time.perf_counter(), {(row["kind"], row["variant"]): row for row in rows}
-    with ThreadPoolExecutor(common.COMPILERS) as pool:
-        programs: dict[Callable, Future] = {}
-        ready = [Ready(cell, pool, programs) for cell in planned if cell.key not in held]
+    todo, ready, programs = [cell for cell in planned if cell.key not in held], [], {}
+    pool = ThreadPoolExecutor(common.COMPILERS)
+    for cell in todo:
+        if time.perf_counter() - started <= budget:
+            ready.append(Ready(cell, pool, programs))
+    left = min(max(budget - (time.perf_counter() - started), 0), 1e6)
+    wait(programs.values(), left)  # nothing compiles while times are taken
+    pool.shutdown(cancel_futures=True)
     began = time.perf_counter()
     print(f"compiled  [{duration(began - started)}]", flush=True)
-    for i, each in enumerate(ready, 1):
+    for i, cell in enumerate(todo, 1):
         over = time.perf_counter() - started > budget
-        got = {"failed": f"not run: budget_seconds={budget:g} is used up"} if over else each.measured()
-        held[each.cell.key] = row = each.cell.what | got
+        got = {"failed": f"not run: budget_seconds={budget:g} is used up"} if over else ready[i - 1].measured()
+        held[cell.key] = row = cell.what | got
         if not over:
             keep(row)
         now = time.perf_counter()
-        left = duration((now - began) / i * (len(ready) - i))
-        print(f"{i}/{len(ready)} {report.line(row)}  [{duration(now - started)}, ETA {left}]", flush=True)
+        left = duration((now - began) / i * (len(todo) - i))
+        print(f"{i}/{len(todo)} {report.line(row)}  [{duration(now - started)}, ETA {left}]", flush=True)
     return [held[cell.key] for cell in planned]
 
 

@@ -23,7 +23,7 @@ from quads_jax import config_tree
 from quads_jax.attention import IMPLEMENTATIONS
 from quads_jax.config import WarmStartConfig, parse_recipe
 from quads_jax.config_checks import MAX_SEED
-from quads_jax.device import OutOfMemory, memory_phase
+from quads_jax.device import OutOfMemory, memory_phase, on_hopper
 from quads_jax.metrics import duration
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.presets import MODELS
@@ -65,7 +65,7 @@ def check(cfg: ThroughputConfig) -> ModelConfig:
     if cfg.routing not in (None, *ROUTING):
         raise ValueError(f"routing={cfg.routing!r} is not one of {', '.join(ROUTING)}")
     if cfg.routing is not None and not cfg.kernels:
-        raise ValueError(f"routing={cfg.routing!r} has no effect without kernels: set them, or leave it out")
+        raise ValueError(f"routing={cfg.routing!r} has no effect with kernels=False: add --set=kernels=true")
     if not cfg.recipes and not cfg.tail_recipes:
         raise ValueError("recipes and tail_recipes are empty: name some")
     for text in (*cfg.recipes, *cfg.tail_recipes):
@@ -134,6 +134,9 @@ def run() -> None:
         print(json.dumps(config_tree.to_json(config), indent=1))
         return
     with common.usage_errors():
+        if config.kernels and not on_hopper():
+            kind = jax.devices()[0].device_kind
+            raise ValueError(f"kernels=True needs a GPU of compute capability 9, this is {kind}: --set=kernels=false")
         workdir = common.new_folder("throughput")
     source = common.source("throughput")
     (workdir / "config.json").write_text(json.dumps(config_tree.to_json(config), indent=1) + "\n")

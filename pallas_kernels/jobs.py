@@ -25,6 +25,8 @@ import jax
 JOB_SECONDS = 75  # a job that takes longer hangs
 SANITIZE_SECONDS = 400  # under compute-sanitizer everything is slow
 
+NEEDED = "the kernels need a GPU of compute capability 9"
+_ELSEWHERE = 5  # how a child ends on another device
 Row = dict[str, Any]
 Job = tuple[Row, Callable[[], Row]]
 
@@ -64,7 +66,7 @@ def main(
     if args.child is not None:
         device = jax.devices()[0]
         print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
-        return run_jobs(todo, args.child)
+        return run_jobs(todo, args.child) if is_hopper(device) else sys.exit(_ELSEWHERE)
     reached = drive(module, args, todo)
     show(args.out, report)
     rows = [json.loads(line) for line in (args.out / "rows.jsonl").read_text().splitlines()]
@@ -72,6 +74,25 @@ def main(
     unproven = sum("prove" in about or "sanitize" in about for about, _ in todo[reached:])
     if failed or unproven:
         sys.exit(f"{failed} jobs failed, {unproven} proofs were not reached")
+
+
+def is_hopper(device: Any) -> bool:
+    return str(getattr(device, "compute_capability", "")).startswith("9.")
+
+
+def prove(cases: list[tuple[str, Callable[[], Row]]]) -> None:
+    """The command line of proofs alone: prints a line a case. Ends the process, with an error if one is wrong."""
+    if not is_hopper(jax.devices()[0]):
+        sys.exit(f"nothing is run: {NEEDED}, this is {jax.devices()[0].device_kind}")
+    failed = 0
+    for name, case in cases:
+        try:
+            row = case()
+        except Exception as error:  # whatever it is becomes a line, and the next case runs
+            row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800]}
+        failed += not row["ok"]
+        say({"prove": name} | row)
+    sys.exit(f"{failed} of {len(cases)} proofs failed" if failed else 0)
 
 
 def run_jobs(todo: list[Job], start: int) -> None:
@@ -126,6 +147,8 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
                     file.flush()
             code = child.wait()
             stopper.cancel()
+            if code == _ELSEWHERE:
+                sys.exit(f"nothing is run: {NEEDED}")
             if start <= running and time.monotonic() < end:  # it died without a word
                 row = (
                     {"job": running} | todo[running][0] | {"ok": False, "error": f"the process ended with code {code}"}

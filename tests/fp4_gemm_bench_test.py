@@ -163,3 +163,39 @@ def test_a_failed_job_or_a_proof_not_reached_ends_with_an_error(rows, message, t
         return call()
     with pytest.raises(SystemExit, match=message):
         call()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_hopper_gpu_nothing_is_run(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="nothing is run: the kernels need a GPU of compute capability 9, this is cpu"):
+        jobs.prove([("a", lambda: 1 / 0)])
+    todo = [({"prove": "a"}, None)]
+    call = functools.partial(jobs.main, "kernel.bench", "doc", lambda *_: todo, lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["bench", "--prove", "--child=0"])
+    with pytest.raises(SystemExit) as child:
+        call()
+
+    class Child:
+        stdout = ()
+
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def wait(self):
+            return child.value.code
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", Child)
+    monkeypatch.setattr(sys, "argv", ["bench", "--prove", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="nothing is run: the kernels need a GPU of compute capability 9"):
+        call()
+
+
+def test_proofs_alone_end_with_the_number_that_failed(monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "is_hopper", lambda device: True)
+    with pytest.raises(SystemExit, match="2 of 3 proofs failed"):
+        jobs.prove([("a", lambda: {"ok": True}), ("b", lambda: {"ok": False}), ("c", lambda: 1 / 0)])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prove"] for row in rows] == ["a", "b", "c"] and "ZeroDivisionError" in rows[2]["error"]

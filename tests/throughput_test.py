@@ -117,7 +117,7 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
         (dict(tail_recipes=("QUADS:0.5:online",)), "policy online chooses"),
         (dict(recipes=("QUADS:x",)), "must be NAME"),
         (dict(routing="x"), "routing='x' is not one of triton"),
-        (dict(routing="triton", kernels=False), "has no effect without kernels"),
+        (dict(routing="triton", kernels=False), "has no effect with kernels=False: add --set=kernels=true"),
     ],
 )
 def test_bad_settings_are_refused(change, message):

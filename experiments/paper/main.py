@@ -31,8 +31,10 @@ SWEEPS = {
 
 def run() -> None:
     name = common.FLAGS.figure
+    if name is None:
+        raise app.UsageError(f"--figure is missing: one of {', '.join(sorted((*FIGURES, *SWEEPS)))}")
     if name not in (*FIGURES, *SWEEPS):
-        raise app.UsageError(f"--figure={name} is not one of {', '.join((*FIGURES, *SWEEPS))}")
+        raise app.UsageError(f"--figure={name} is not one of {', '.join(sorted((*FIGURES, *SWEEPS)))}")
     if name in SWEEPS:
         if common.FLAGS.sweep is not None:
             raise app.UsageError(f"--sweep={common.FLAGS.sweep} has no effect: --figure={name} is {SWEEPS[name]}")

@@ -7,8 +7,6 @@ with fewer bits than float32, so results are those of float64, bit for bit.
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 
 from pallas_kernels.direct_gemm import mosaic, reference
 from pallas_kernels.fp4_gemm.prove import compare, powers, used_rows
-from pallas_kernels.jobs import Row
+from pallas_kernels.jobs import Row, prove
 
 
 def exact(
@@ -90,18 +88,5 @@ def cases() -> list[tuple[str, Callable[[], Row]]]:
     return found
 
 
-def main(cases: list[tuple[str, Callable[[], Row]]]) -> int:
-    """Prints a line a case; returns how many are wrong."""
-    failed = 0
-    for name, case in cases:
-        try:
-            row = case()
-        except Exception as error:  # whatever it is becomes a line, and the next case runs
-            row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800]}
-        failed += not row["ok"]
-        print(json.dumps({"prove": name} | row), flush=True)
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main(cases()))
+    prove(cases())

@@ -7,7 +7,6 @@ stated of a norm or SwiGLU in front is what `quantize_residual.prove` says.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.direct_gemm.prove import main
 from pallas_kernels.fp4_gemm.prove import compare
+from pallas_kernels.jobs import prove
 from pallas_kernels.quantize_fp8 import pallas_triton
 from pallas_kernels.quantize_residual import prove as rows
 
@@ -99,4 +98,4 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(cases()))
+    prove(cases())

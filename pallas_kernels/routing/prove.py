@@ -5,7 +5,6 @@ any bits, against numpy. tests/routing_test.py proves the routes there.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.direct_gemm.prove import main
 from pallas_kernels.fp4_gemm.prove import compare
+from pallas_kernels.jobs import prove
 from pallas_kernels.routing import gather
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -91,4 +90,4 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(cases()))
+    prove(cases())

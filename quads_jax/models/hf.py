@@ -340,7 +340,11 @@ def write_shards(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
     files = [SINGLE] if len(shards) == 1 else files
     for file, names in zip(files, shards, strict=True):
         tensors = {name: tensor(name) for name in names}
-        safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode  # the library's is 0600, whatever umask says: a server of another user reads it
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
     if len(shards) > 1:
         index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})

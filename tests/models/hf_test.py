@@ -197,6 +197,7 @@ def test_shards(tmp_path, monkeypatch):
     assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
     assert index["metadata"]["total_size"] == sum(a.nbytes for tensors in held.values() for a in tensors.values())
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "many")[0], params)
+    assert len({file.stat().st_mode for file in (tmp_path / "many").iterdir()}) == 1  # readable by whom config.json is
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32"])
