@@ -33,7 +33,8 @@ class Arranged:
     in `ops.Operand`.
 
     layer i32[]: the arrays have a further leading axis L, of all layers, of which this one is meant. A kernel reads it
-    where it lies, while a slice of it would be a copy in every decode step.
+    where it lies, while a slice of it would be a copy in every decode step. paired: its rows are gates and ups in the
+    order of `layout.pair_rows`, of which its product is silu(gate) * up, in bf16.
     """
 
     packed: layout.Packed | Array
@@ -41,11 +42,7 @@ class Arranged:
     fmt: BlockFormat | None = dataclasses.field(default=None, metadata={"static": True})
     permuted: bool = dataclasses.field(default=False, metadata={"static": True})
     layer: Array | None = None
-
-    @property
-    def paired(self) -> bool:
-        """Whether its product is silu(gate) * up, in bf16, of the gates and ups that its rows are."""
-        return isinstance(self.packed, layout.Packed) and self.packed.paired
+    paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,15 +74,17 @@ class Stacked:
 
 
 def arrange(w: BlockTensor, permuted: bool, gated: bool = False) -> Arranged:
-    """A quantized weight for the GEMMs that read its format. gated: its rows are gates and ups, which NVFP4's pairs,
-    where their number allows it.
+    """A quantized weight for the GEMMs that read its format. gated: its rows are gates and ups, which are paired where
+    their number allows it.
     """
-    if w.fmt == FP8:
-        return Arranged(jax.lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn), w.global_scale, w.fmt, permuted)
     paired = gated and w.shape[-2] % layout.ROWS == 0
+    if w.fmt == FP8:
+        codes = layout.pair_rows(w.codes, -2) if paired else w.codes
+        numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        return Arranged(numbers, w.global_scale, w.fmt, permuted, paired=paired)
     flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)), paired)
     packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
-    return Arranged(packed, w.global_scale, w.fmt, permuted)
+    return Arranged(packed, w.global_scale, w.fmt, permuted, paired=paired)
 
 
 class Grouped(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import compat
 from pallas_kernels.direct_gemm import mosaic as direct_mosaic
 from pallas_kernels.direct_gemm import reference as direct
+from pallas_kernels.fp4_gemm import layout
 from pallas_kernels.fp4_gemm import reference as fp4
 from quads_jax import implementations, ops
 from quads_jax.models.decoder import Decoder, init_params, rollout_variables
@@ -53,7 +54,7 @@ def test_decoding_reads_the_layer_it_is_in(name, monkeypatch):
     """
     implementation, side = SIDES[name]
     model = dataclasses.replace(tiny.MODEL, d_expert=32 if name in ("QUADS", "FP8") else 64)
-    paired = implementation == "fp4_reference" and model.d_expert == 64
+    paired = model.d_expert == 64
     left_out = []
     calls = spied(monkeypatch, implementation, left_out) if "quantizing" in name else []
     for products in (implementations.PACKED_IMPLEMENTATIONS, implementations.DIRECT_IMPLEMENTATIONS):
@@ -151,6 +152,30 @@ def test_the_direct_kernel_leaves_out_unused_halves(dtype):
     np.testing.assert_array_equal(np.isnan(whole[real]).all(1), unwritten[real])
     assert np.isnan(whole).any(1)[real].sum() == unwritten[real].sum() == 16
     np.testing.assert_array_equal(got[used >= 0], direct.matmul(x, w, group=group)[used >= 0])
+
+
+@pytest.mark.skipif(
+    not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels: needs 0.11"
+)
+@pytest.mark.parametrize("k", [256, 1024])  # the latter in parts, which XLA adds and gates
+@pytest.mark.parametrize("dtype", direct.DTYPES)
+def test_the_direct_kernel_gates(dtype, k):
+    """silu(gate) * up of rows that are paired, against float64, up to a rounding to bf16; scales are not paired."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-1, 2, s).astype(np.float64) for s in ((24, k), (3, 256, k)))
+    token, channel = (2.0 ** rng.integers(-3, 0, s) for s in ((24, 1), (3, 256)))
+    group = np.int32([2, -1, 0])
+    y = np.stack([w[max(e, 0)] @ row * channel[e] for e, row in zip(np.repeat(group, 8), x, strict=True)]) * token
+    gate, up = np.split(y, 2, axis=1)
+    want = np.where(np.repeat(group, 8)[:, None] < 0, 0, gate / (1 + np.exp(-gate)) * up)
+    args = jnp.asarray(x, dtype), layout.pair_rows(jnp.asarray(w, dtype), 1)
+    scales = {"token_scale": jnp.float32(token), "channel_scale": jnp.float32(channel)}
+    with compat.interpreted():
+        got = direct_mosaic.matmul(*args, group=jnp.asarray(group), gated=True, interpret=True, **scales)
+    for a in (got, direct.matmul(*args, group=jnp.asarray(group), gated=True, **scales)):
+        assert a.dtype == jnp.bfloat16 and a.shape == (24, 128)
+        error = np.abs(np.asarray(a, np.float64) - want)
+        assert (error <= 1.01 * 2**-8 * np.abs(want) + 1e-6 * np.abs(want).max()).all()
 
 
 @pytest.mark.parametrize("dtype", direct.DTYPES)

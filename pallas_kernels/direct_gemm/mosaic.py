@@ -21,8 +21,8 @@ from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
 from pallas_kernels.direct_gemm import reference
 from pallas_kernels.fp4_gemm import decode
-from pallas_kernels.fp4_gemm.layout import TILE
-from pallas_kernels.fp4_gemm.reference import epilogue, row_groups
+from pallas_kernels.fp4_gemm.layout import TILE, pair_rows, unpair_rows
+from pallas_kernels.fp4_gemm.reference import epilogue, row_groups, swiglu
 from pallas_kernels.quantize_fp8 import pallas_triton
 from pallas_kernels.routing import gather
 
@@ -56,6 +56,7 @@ def matmul(
     fill: bool = True,
     source: Array | None = None,
     used: Array | None = None,
+    gated: bool = False,
     interpret: bool = False,
 ) -> Array:
     """`reference.matmul` on a Hopper GPU, up to the order and, of FP8, the precision of sums. interpret: what Pallas'
@@ -72,14 +73,17 @@ def matmul(
     lists = {} if group is None else {"group": jnp.repeat(group, m // groups // c.tokens)}
     if used is not None and not fill and c.tokens >= 2 * TOKEN_TILES[0]:
         lists["used"] = used
+    if gated and channel_scale is not None and channel_scale.shape[1] > 1:
+        channel_scale = pair_rows(channel_scale, 1)
     if c.splits > 1:
-        y = jnp.sum(_run(c, x, w, lists, None, jnp.float32, fill, interpret), axis=0)[:m]
+        y = jnp.sum(_run(c, x, w, lists, None, jnp.float32, fill, False, interpret), axis=0)[:m]
         token = None if token is None else token[:, None]
-        return epilogue(y, token, channel_scale, row_groups(group, m), out_dtype)
+        y = epilogue(y, token, channel_scale, row_groups(group, m), jnp.float32 if gated else out_dtype)
+        return swiglu(*jnp.split(unpair_rows(y, 1), 2, axis=1)) if gated else y
     token = jnp.ones((m,), jnp.float32) if token is None else token
     channel = jnp.ones((w.shape[0], 1), jnp.float32) if channel_scale is None else channel_scale
     scales = jnp.pad(token, (0, -m % c.tokens)), channel
-    return _run(c, x, w, lists, scales, jnp.dtype(out_dtype), fill, interpret)[0, :m]
+    return _run(c, x, w, lists, scales, jnp.dtype(jnp.bfloat16 if gated else out_dtype), fill, gated, interpret)[0, :m]
 
 
 def quantized_matmul(
@@ -124,10 +128,11 @@ def _run(
     scales: tuple[Array, Array] | None,
     out_dtype: DTypeLike,
     fill: bool,
+    gated: bool,
     interpret: bool,
 ) -> Array:
     """x [M', K], w [E, N, K], perhaps "group" i32[M' / tokens] and "used" i32[M'], scales (f32[M'], f32[E, N or 1]) ->
-    out_dtype[splits, M', N].
+    out_dtype[splits, M', N], or if `gated` [., ., N/2].
     """
     compat.check_version()
     m_tiles, row_groups = x.shape[0] // c.tokens, w.shape[1] // _ROWS
@@ -144,14 +149,14 @@ def _run(
     }
 
     def body(*refs, **smem):
-        tile = _Tile(c, dict(zip(operands, refs, strict=False)), refs[len(operands)], smem, fill, interpret)
+        tile = _Tile(c, dict(zip(operands, refs, strict=False)), refs[len(operands)], smem, fill, gated, interpret)
         wg = lax.axis_index("wg")
         pl.when(wg == _WARPGROUPS)(tile.produce)
         pl.when(wg < _WARPGROUPS)(tile.consume)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((c.splits, x.shape[0], w.shape[1]), out_dtype),
+        out_type=jax.ShapeDtypeStruct((c.splits, x.shape[0], w.shape[1] // (1 + gated)), out_dtype),
         scratch_types=scratch,
         grid=(m_tiles * row_groups * c.splits,),
         grid_names=("block",),
@@ -166,10 +171,12 @@ def _run(
 class _Tile:
     """What one block of threads does: `produce` in the last warpgroup, `consume` in the others, 64 rows of N each."""
 
-    def __init__(self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], fill: bool, interpret: bool):
-        self.fill, self.interpret = fill, interpret
+    def __init__(
+        self, c: Config, gmem: dict[str, Any], out: Any, smem: dict[str, Any], fill: bool, gated: bool, interpret: bool
+    ):
+        self.fill, self.gated, self.interpret = fill, gated, interpret
         self.c, self.gmem, self.out, self.smem = c, gmem, out, smem
-        m_tiles, row_groups = out.shape[1] // c.tokens, out.shape[2] // _ROWS
+        m_tiles, row_groups = out.shape[1] // c.tokens, gmem["w"].shape[1] // _ROWS
         index = lax.axis_index("block")
         self.m = lax.rem(index, m_tiles)  # blocks with the same weights run together
         rest = lax.div(index, m_tiles)
@@ -247,7 +254,9 @@ class _Tile:
             token = self._spread(self.gmem["token"].at[tokens], 1, tokens.size)
             y = y * (token * self._channel_scale(rows, tokens.size))
         used = self.count > 0 if "group" in self.gmem else None
-        decode.store_rows(self.out.at[self.split, tokens, rows], y, used, self.fill, self.interpret)
+        width = TILE // (1 + self.gated)
+        out = self.out.at[self.split, tokens, pl.ds((self.n * _WARPGROUPS + wg) * width, width)]
+        decode.store_rows(out, y, used, self.fill, self.interpret, self.gated)
 
     def _channel_scale(self, rows: Any, tokens: int) -> Array:
         ref = self.gmem["channel"]

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.fp4_gemm.reference import check_rows, epilogue, gathered, row_groups
+from pallas_kernels.fp4_gemm.layout import unpair_rows
+from pallas_kernels.fp4_gemm.reference import check_rows, epilogue, gathered, row_groups, swiglu
 
 DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16))
 
@@ -22,9 +23,11 @@ def matmul(
     fill: bool = True,
     source: Array | None = None,
     used: Array | None = None,
+    gated: bool = False,
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: x [M, K], w [E, N, K] of one dtype, float8_e4m3fn
-    or bfloat16 -> [M, N]. Scales, group, out_dtype, fill, source and used as in `fp4_gemm.reference.matmul`. Raises
+    or bfloat16 -> [M, N]. Scales, group, out_dtype, fill, source and used as in `fp4_gemm.reference.matmul`,
+    and gated, with the rows of w in the order of `layout.pair_rows`, but those of scales as they were. Raises
     ValueError for anything else.
     """
     check(x, w, group, out_dtype, source, used)
@@ -33,7 +36,10 @@ def matmul(
     ids = row_groups(group, x.shape[0])
     y = jnp.einsum("mk,enk->emn", x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     y = jnp.take_along_axis(y, jnp.maximum(ids, 0)[None, :, None], axis=0)[0]
-    return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+    if not gated:
+        return epilogue(y, token_scale, channel_scale, ids, out_dtype)
+    y = epilogue(unpair_rows(y, 1), token_scale, channel_scale, ids, jnp.float32)
+    return swiglu(*jnp.split(y, 2, axis=1))
 
 
 def check(

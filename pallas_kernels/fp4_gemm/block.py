@@ -279,9 +279,8 @@ class FourBit:
 
         def product(task, slot, share=1):
             tokens = c.tokens // share
-            places = [pl.ds(task.m * c.tokens + i, self.unit) for i in range(0, tokens, self.unit)]
-            if not c.stacked:
-                places = [pl.ds(task.m * c.tokens, tokens)]
+            n = self.unit if c.stacked else tokens
+            places = [pl.ds(task.m * c.tokens + i, n) for i in range(0, tokens, n)]
             early = [None] * len(places)
             if c.tokens <= tiling.EARLY_SCALES and not self.gated:  # the products hide reading them
                 early = [self._scales(task, place) for place in places]
@@ -308,7 +307,6 @@ class FourBit:
 
             y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c) // share)))
             for i, (place, scales) in enumerate(zip(places, early, strict=True)):
-                n = place.size
                 sums = y[:, 2 * i * n : (2 * i + 1) * n] + y[:, (2 * i + 1) * n : (2 * i + 2) * n] if c.stacked else y
                 self._finish(task, place, sums, scales)
             return slot
