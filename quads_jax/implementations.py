@@ -79,9 +79,9 @@ def arrange(w: BlockTensor, permuted: bool, gated: bool = False) -> Arranged:
     """
     paired = gated and w.shape[-2] % layout.ROWS == 0
     if w.fmt == FP8:
-        codes = layout.pair_rows(w.codes, -2) if paired else w.codes
-        numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-        return Arranged(numbers, w.global_scale, w.fmt, permuted, paired=paired)
+        rows = [layout.pair_rows(a, -2) if paired else a for a in (w.codes, w.global_scale)]
+        numbers = jax.lax.bitcast_convert_type(rows[0], jnp.float8_e4m3fn)
+        return Arranged(numbers, rows[1], w.fmt, permuted, paired=paired)
     flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)), paired)
     packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
     return Arranged(packed, w.global_scale, w.fmt, permuted, paired=paired)

@@ -160,7 +160,7 @@ def test_the_direct_kernel_leaves_out_unused_halves(dtype):
 @pytest.mark.parametrize("k", [256, 1024])  # the latter in parts, which XLA adds and gates
 @pytest.mark.parametrize("dtype", direct.DTYPES)
 def test_the_direct_kernel_gates(dtype, k):
-    """silu(gate) * up of rows that are paired, against float64, up to a rounding to bf16; scales are not paired."""
+    """silu(gate) * up of rows that are paired, against float64, up to a rounding to bf16."""
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-1, 2, s).astype(np.float64) for s in ((24, k), (3, 256, k)))
     token, channel = (2.0 ** rng.integers(-3, 0, s) for s in ((24, 1), (3, 256)))
@@ -169,7 +169,7 @@ def test_the_direct_kernel_gates(dtype, k):
     gate, up = np.split(y, 2, axis=1)
     want = np.where(np.repeat(group, 8)[:, None] < 0, 0, gate / (1 + np.exp(-gate)) * up)
     args = jnp.asarray(x, dtype), layout.pair_rows(jnp.asarray(w, dtype), 1)
-    scales = {"token_scale": jnp.float32(token), "channel_scale": jnp.float32(channel)}
+    scales = {"token_scale": jnp.float32(token), "channel_scale": layout.pair_rows(jnp.float32(channel), 1)}
     with compat.interpreted():
         got = direct_mosaic.matmul(*args, group=jnp.asarray(group), gated=True, interpret=True, **scales)
     for a in (got, direct.matmul(*args, group=jnp.asarray(group), gated=True, **scales)):

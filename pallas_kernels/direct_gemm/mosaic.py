@@ -21,7 +21,7 @@ from pallas_kernels import compat
 from pallas_kernels.compat import plgpu
 from pallas_kernels.direct_gemm import reference
 from pallas_kernels.fp4_gemm import decode
-from pallas_kernels.fp4_gemm.layout import TILE, pair_rows, unpair_rows
+from pallas_kernels.fp4_gemm.layout import TILE, unpair_rows
 from pallas_kernels.fp4_gemm.reference import epilogue, row_groups, swiglu
 from pallas_kernels.quantize_fp8 import pallas_triton
 from pallas_kernels.routing import gather
@@ -73,8 +73,6 @@ def matmul(
     lists = {} if group is None else {"group": jnp.repeat(group, m // groups // c.tokens)}
     if used is not None and not fill and c.tokens >= 2 * TOKEN_TILES[0]:
         lists["used"] = used
-    if gated and channel_scale is not None and channel_scale.shape[1] > 1:
-        channel_scale = pair_rows(channel_scale, 1)
     if c.splits > 1:
         y = jnp.sum(_run(c, x, w, lists, None, jnp.float32, fill, False, interpret), axis=0)[:m]
         token = None if token is None else token[:, None]

@@ -61,7 +61,7 @@ def exact(
     of = list(zip(source, np.maximum(ids, 0), strict=True))
     want = np.stack([x[i] @ w[e].T * (token[i] * channel[e]) for i, e in of])
     if gated:
-        w = np.asarray(layout.pair_rows(jnp.asarray(w), 1))
+        w, kwargs["channel_scale"] = (np.asarray(layout.pair_rows(jnp.asarray(a), 1)) for a in (w, channel))
         gate, up = np.split(want.astype(np.float64), 2, axis=1)
         want = gate / (1 + np.exp(-gate)) * up
     full = (ids >= 0) & (source >= 0)

@@ -27,8 +27,8 @@ def matmul(
 ) -> Array:
     """y[m] = x[m] w[g(m)]^T * token_scale[m] * channel_scale[g(m)]: x [M, K], w [E, N, K] of one dtype, float8_e4m3fn
     or bfloat16 -> [M, N]. Scales, group, out_dtype, fill, source and used as in `fp4_gemm.reference.matmul`,
-    and gated, with the rows of w in the order of `layout.pair_rows`, but those of scales as they were. Raises
-    ValueError for anything else.
+    and gated, with the rows of w and their scales in the order of `layout.pair_rows`. Raises ValueError for anything
+    else.
     """
     check(x, w, group, out_dtype, source, used)
     if source is not None:
@@ -38,8 +38,8 @@ def matmul(
     y = jnp.take_along_axis(y, jnp.maximum(ids, 0)[None, :, None], axis=0)[0]
     if not gated:
         return epilogue(y, token_scale, channel_scale, ids, out_dtype)
-    y = epilogue(unpair_rows(y, 1), token_scale, channel_scale, ids, jnp.float32)
-    return swiglu(*jnp.split(y, 2, axis=1))
+    y = epilogue(y, token_scale, channel_scale, ids, jnp.float32)
+    return swiglu(*jnp.split(unpair_rows(y, 1), 2, axis=1))
 
 
 def check(
