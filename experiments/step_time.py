@@ -139,13 +139,12 @@ def measure(planned: list[Cell], rows: list[Row], budget: float, keep: Callable[
     """
     started, held = time.perf_counter(), {(row["kind"], row["variant"]): row for row in rows}
     todo, ready, programs = [cell for cell in planned if cell.key not in held], [], {}
-    pool = ThreadPoolExecutor(common.COMPILERS)
-    for cell in todo:
-        if time.perf_counter() - started <= budget:
-            ready.append(Ready(cell, pool, programs))
-    left = min(max(budget - (time.perf_counter() - started), 0), 1e6)
-    wait(programs.values(), left)  # nothing compiles while times are taken
-    pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(common.COMPILERS) as pool:  # nothing compiles while times are taken
+        for cell in todo:
+            if time.perf_counter() - started <= budget:
+                ready.append(Ready(cell, pool, programs))
+        wait(programs.values(), min(max(budget - (time.perf_counter() - started), 0), 1e6))
+        pool.shutdown(cancel_futures=True)
     began = time.perf_counter()
     print(f"compiled  [{duration(began - started)}]", flush=True)
     for i, cell in enumerate(todo, 1):

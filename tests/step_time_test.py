@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import time
 
 import jax
 import jax.monitoring
@@ -118,9 +119,32 @@ def test_a_measurement_is_continued(measured, monkeypatch):
         assert len(step_time.opened(dataclasses.replace(CONFIG, budget_seconds=9.0))[1]) == 2
         with pytest.raises(ValueError, match="another config"):
             step_time.opened(dataclasses.replace(CONFIG, steps=3))
-    late = cells.Cell({"kind": "step", "variant": "QAT"}, (), lambda: ({}, None))
+    late = cells.Cell({"kind": "step", "variant": "QAT"}, (), lambda: built.append(1) or ({}, None))
+    built: list[int] = []
     [row] = step_time.measure([late], rows[1:], 0.0, None)  # not kept
-    assert row["failed"] == "not run: budget_seconds=0 is used up"
+    assert row["failed"] == "not run: budget_seconds=0 is used up" and not built
+
+
+def test_the_budget_counts_compilation():
+    """The second of two programs waits for the first one's compiler until the budget is over, and is not compiled."""
+    compiled = []
+
+    class Program:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def compile(self):
+            time.sleep(self.seconds)
+            compiled.append(self.name)
+
+    def cell(name, seconds):
+        program = Program(name, seconds)
+        return cells.Cell({"kind": "step", "variant": name}, (), lambda: ({name: (program, program)}, lambda _: {}))
+
+    slow = [cell(f"slow{i}", 1.0) for i in range(step_time.common.COMPILERS)]
+    rows = step_time.measure([*slow, cell("late", 0.0)], [], 0.2, None)
+    assert len(rows) == len(slow) + 1 and {row["failed"] for row in rows} == {"not run: budget_seconds=0.2 is used up"}
+    assert "late" not in compiled
 
 
 def test_a_damaged_row_is_named(tmp_path):
