@@ -161,7 +161,7 @@ def test_a_new_token_is_the_models(norm, biased, slots):
             assert (np.abs(new - want) <= 2**-6 * np.concatenate([length, length], -1)).all()
     seen = [jax.lax.bitcast_convert_type(a, jnp.bfloat16) for a in caches]
     want, size = exact(q[:, 0], *seen, 1, mask)
-    bound = 2**-7 if norms is None else 2**-5  # of q, one rounding of whose norm moves weights, too
+    bound = 2**-7  # roundings of weights and of the result; observed .0045
     assert (np.abs(np.asarray(y, np.float64) - want) <= bound * size).all()
     np.testing.assert_array_equal(np.asarray(y[0], np.float64), np.repeat(np.asarray(v[0, 0], np.float64), h // g, 0))
     hidden = mask.copy()
