@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from experiments import phases
 from quads_jax.attention import decode_attention
 from quads_jax.models import routes
 from quads_jax.models.config import ModelConfig
@@ -123,3 +124,17 @@ def seconds(program: Callable, *operands: Any, repeats: int = REPEATS) -> Times:
         slopes.append((taken[1] - taken[0]) / (MANY - FEW))
         once.append(taken[0] - FEW * slopes[-1])
     return Times(float(np.median(slopes)), min(slopes), max(slopes), float(np.median(once)))
+
+
+def traced(program: Callable, *operands: Any, parts: phases.Parts = phases.DECODE) -> dict[str, float]:
+    """Of a round of a program compiled by instruction, from traces of FEW and MANY: what `phases.summed` and
+    `phases.by_kernel` say, without what a call does once.
+    """
+    kinds = phases.instruction_phases(program.as_text(), parts)
+
+    def spent_in(rounds: int) -> dict[str, float]:
+        found = phases.traced(lambda: program(*operands, np.int32(rounds)))
+        return phases.summed(found, kinds, parts) | phases.by_kernel(found)
+
+    less, more = spent_in(FEW), spent_in(MANY)
+    return {name: (more[name] - less.get(name, 0.0)) / (MANY - FEW) for name in more}

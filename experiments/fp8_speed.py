@@ -7,13 +7,14 @@ results is left out, in its favour.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from experiments import phases
 from quads_jax.implementations import DIRECT_IMPLEMENTATIONS
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.moe import dispatch_of
@@ -23,6 +24,8 @@ Array = jax.Array
 LAYERS = 4  # of different weights, which together exceed a cache
 FP8 = jnp.float8_e4m3fn
 PRODUCTS = ("dense", "experts")
+SCOPE = "product"  # what is timed: with the sums of parts of K, without what keeps a loop from being empty
+PARTS = phases.Parts((SCOPE, "rest"), ((SCOPE, rf"/{SCOPE}/"),), SCOPE)
 
 
 def shapes(model: ModelConfig, product: str) -> list[tuple[int, ...]]:
@@ -38,15 +41,21 @@ def numbers(key: Array, shape: tuple[int, ...]) -> Array:
     return lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(0xBF), FP8)
 
 
-def operands(model: ModelConfig, product: str, routes: Array, own: bool) -> tuple[Any, Any]:
-    """(weights, blocks' matrices a layer) for `own` or `library`: stacked, or a list a layer. routes [batch, L, k]."""
-    keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 2 * LAYERS))
+def operands(model: ModelConfig, product: str, routes: Array, own: bool) -> tuple[Any, Any, Any]:
+    """(weights, activations a layer, blocks' matrices a layer) for `own` or `library`: weights stacked, or a list a
+    layer. routes [batch, L, k].
+    """
+    keys, batch = iter(jax.random.split(jax.random.key(0, impl="rbg"), 4 * LAYERS)), routes.shape[0]
     made = [[numbers(next(keys), s) for s in shapes(model, product)] for _ in range(LAYERS)]
+    rows = padded_rows(model, product, batch) if own else batch
+    lead = [(), ()] if own or product == "dense" else [(), (model.experts,)]  # of a batched product
+    widths = [s[-1] for s in shapes(model, product)]
+    xs = [[numbers(next(keys), (*n, rows, k)) for n, k in zip(lead, widths, strict=True)] for _ in range(LAYERS)]
     if not own:
-        return made, None
+        return made, xs, None
     stacked = [jnp.stack(a).reshape(-1, *a[0].shape[-2:]) for a in zip(*made, strict=True)]
     if product == "dense":
-        return stacked, jnp.arange(LAYERS, dtype=jnp.int32)[:, None]
+        return stacked, xs, [jnp.full(1, layer, jnp.int32) for layer in range(LAYERS)]
     groups = []
     for layer in range(LAYERS):
         ids = routes[:, layer % routes.shape[1]].astype(jnp.int32)
@@ -54,42 +63,45 @@ def operands(model: ModelConfig, product: str, routes: Array, own: bool) -> tupl
         first = jnp.arange(0, d.pair.size, d.block)
         expert = jnp.sum(first[:, None] >= jnp.cumsum(d.sizes)[None, :-1], axis=1, dtype=jnp.int32)
         groups.append(jnp.where(d.filled[:: d.block], expert + layer * model.experts, -1))
-    return stacked, jnp.stack(groups)
+    return stacked, xs, groups
 
 
-def own(weights: Any, groups: Array, rounds: Any, *, rows: int):
-    """`rounds` times the two products of all LAYERS, of `rows` padded rows, by the kernel: f32[]."""
+def own(weights: Any, activations: Any, groups: list[Array], rounds: Any):
+    """`rounds` times the two products of all LAYERS by the kernel: f32[]."""
     multiply = DIRECT_IMPLEMENTATIONS["direct_mosaic"]
-    xs = [numbers(jax.random.key(i), (rows, w.shape[-1])) for i, w in enumerate(weights)]
 
-    def layer(ws: Any, group: Array) -> Array:
-        ys = [multiply(x, w, group=group, out_dtype=jnp.bfloat16) for x, w in zip(xs, ws, strict=True)]
-        return sum(y[0, 0].astype(jnp.float32) for y in lax.optimization_barrier(ys))
+    def product(layer: int, which: int, x: Array) -> Array:
+        return multiply(x, weights[which], group=groups[layer], out_dtype=jnp.bfloat16)
 
-    def body(_, total):
-        held, (ws, of_layers) = lax.optimization_barrier((total, (weights, groups)))
-        return held + functools.reduce(jnp.add, [layer(ws, of_layers[i]) for i in range(LAYERS)])
-
-    return lax.fori_loop(0, rounds, body, jnp.float32(0))
+    return _chained(product, activations, rounds)
 
 
-def library(weights: Any, groups: None, rounds: Any, *, rows: int):
-    """The same of `rows` tokens by XLA: f32[]."""
+def library(weights: Any, activations: Any, groups: None, rounds: Any):
+    """The same by XLA, of tokens as they are: f32[]."""
 
-    def product(x: Array, w: Array, batched: bool) -> Array:
-        lead = ((0,), (0,)) if batched else ((), ())
+    def product(layer: int, which: int, x: Array) -> Array:
+        w = weights[layer][which]
+        w = w.reshape(-1, w.shape[-1]) if w.ndim > x.ndim else w  # all experts are one product of all tokens
+        lead = tuple(range(x.ndim - 2))
         axes = ((x.ndim - 1,), (w.ndim - 1,))
-        return lax.dot_general(x, w, (axes, lead), preferred_element_type=jnp.bfloat16)
+        return lax.dot_general(x, w, (axes, (lead, lead)), preferred_element_type=jnp.bfloat16)
 
-    def layer(first: Array, second: Array) -> Array:
-        x = numbers(jax.random.key(0), (rows, first.shape[-1]))
-        h = numbers(jax.random.key(1), (*first.shape[:-2], rows, second.shape[-1]))
-        y = product(x, first.reshape(-1, first.shape[-1]), False), product(h, second, first.ndim == 3)
-        return sum(a.reshape(-1)[0].astype(jnp.float32) for a in lax.optimization_barrier(y))
+    return _chained(product, activations, rounds)
+
+
+def _chained(product: Callable[[int, int, Array], Array], activations: Any, rounds: Any) -> Array:
+    """`rounds` times product(layer, which, activations) of all, each of which waits for the one before: as in a model,
+    and so that the compiler does not make one of several.
+    """
 
     def body(_, total):
-        held, ws = lax.optimization_barrier((total, weights))
-        return held + functools.reduce(jnp.add, [layer(*pair) for pair in ws])
+        for layer, xs in enumerate(activations):
+            for which, x in enumerate(xs):
+                x = jnp.where(total == total, x, jnp.zeros_like(x))
+                with jax.named_scope(SCOPE):
+                    y = lax.optimization_barrier(product(layer, which, x))  # all of it
+                total = total + y[(0,) * y.ndim].astype(jnp.float32)
+        return total
 
     return lax.fori_loop(0, rounds, body, jnp.float32(0))
 

@@ -165,21 +165,11 @@ def _decode_cell(
         operands = (*weights, None if draw is None else draw())
         times = decode_speed.seconds(programs["decode"], *operands)
 
-        def spent_by(program: Any) -> dict[str, float]:
-            """Of a round, without what a call does once."""
-            kinds, few, many = phases.instruction_phases(program.as_text()), decode_speed.FEW, decode_speed.MANY
-
-            def spent_in(rounds: int) -> dict[str, float]:
-                found = phases.traced(lambda: program(*operands, np.int32(rounds)))
-                return phases.summed(found, kinds) | phases.by_kernel(found)
-
-            less, more = spent_in(few), spent_in(many)
-            return {name: (more[name] - less.get(name, 0.0)) / (many - few) for name in more}
-
         spent, largest = {}, {}
         if apart:  # of the program itself the device's share by kernel, and by instruction of the other
-            whole = spent_by(programs["decode"])
-            spent = spent_by(programs["apart"]) | {name: whole[name] for name in ("busy", "launches")}
+            whole = decode_speed.traced(programs["decode"], *operands)
+            spent = decode_speed.traced(programs["apart"], *operands)
+            spent |= {name: whole[name] for name in ("busy", "launches")}
             long = [n for n, value in whole.items() if n.startswith("kernel/") and value >= LEAST * whole["busy"]]
             largest = {name: whole[name] for n in long for name in (n, n.replace("kernel/", "runs/", 1))}
         active = model.experts * (1 - (1 - model.top_k / max(model.experts, 1)) ** batch)  # of a random router
@@ -237,25 +227,25 @@ def _prefill_cell(
 
 
 def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, product: str, batch: int) -> Cell:
-    """FP8 products of a layer by the kernel ("own") and by XLA ("library")."""
+    """FP8 products of a layer by the kernel ("own") and by XLA ("library"): the device's time of the products alone."""
     what = {"model": cfg.model, "recipe": f"FP8 {product}", "precision": "FP8", "kind": "products"}
     draw = jax.jit(lambda: skewed_routes(jax.random.key(cfg.seed), model, 1, batch)[0, :, 0])
-    rows = {"own": fp8_speed.padded_rows(model, product, batch), "library": batch}
+    sides = {"own": fp8_speed.own, "library": fp8_speed.library}
 
     def make(name: str) -> Any:
         return jax.jit(lambda: fp8_speed.operands(model, product, draw(), name == "own"))
 
     def program(name: str) -> Any:
-        fn = {"own": fp8_speed.own, "library": fp8_speed.library}[name]
-        return decode_speed.lowered(fn, *jax.eval_shape(make(name)), rows=rows[name])
+        return Apart(decode_speed.lowered(sides[name], *jax.eval_shape(make(name))))
 
     def measure(programs: dict[str, Any], weights: tuple) -> Row:
-        times = {n: decode_speed.seconds(p, *make(n)()).seconds / fp8_speed.LAYERS for n, p in programs.items()}
+        spent = {n: decode_speed.traced(p, *make(n)(), parts=fp8_speed.PARTS) for n, p in programs.items()}
+        times = {name: by[fp8_speed.SCOPE] / fp8_speed.LAYERS for name, by in spent.items()}
         best = min(times, key=times.get)
         row = {"implementation": best, "tokens_per_s": batch / times[best], "seconds": times[best]}
         return row | {"layers": model.layers} | {f"seconds/{name}": value for name, value in times.items()}
 
-    programs = {name: functools.partial(program, name) for name in rows}
+    programs = {name: functools.partial(program, name) for name in sides}
     return Cell(what | {"batch": batch, "context": 0}, programs, measure)
 
 

@@ -179,6 +179,7 @@ def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
         rows = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
         if child.returncode or not any(row.get("ok") for row in rows if "prove" in row):
             failed.append(case)
+            said += [f"{case}: {row['error']}" for row in rows if "error" in row] or [f"ended with {child.returncode}"]
         lines = [line for line in (child.stdout + child.stderr).splitlines() if line.startswith("=========")]
         said += lines[-6:] if case in failed else lines[-1:]
     return {"ok": not failed, "cases": list(cases), "failed": failed, "said": said}

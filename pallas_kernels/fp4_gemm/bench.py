@@ -25,13 +25,14 @@ from pallas_kernels.fp4_gemm.shapes import SHAPES, Shape
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.jobs import Job, Row
 
-# Names of proofs: padding, a residual, groups, their unused ends, parts of K in a block and in several
+# Names of proofs: padding, a residual, groups, their unused ends, parts of K in a block and in several, SwiGLU
 SANITIZED = (
     "5 33 48 poison=True",
     "127 33 48 residual=48",
     "16 192 256 experts=6",
     f"16 640 768 {Config(16, 2, 3, 2, 1, False, 7)} experts=40 residual=384 fill=False ends=True",
     f"37 512 1024 {Config(16, 2, 4, 4, 2, parts=2)}",
+    "gates and ups 16 residual=2048 ends=True",
 )
 PEERS = ("BF16 XLA", "FP8 XLA", "FP8 our kernel")
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import jobs, timing
+from pallas_kernels.direct_gemm import mosaic as direct
 from pallas_kernels.fp4_gemm import fp8_peer, measure, mosaic, tiling
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.fp4_gemm.tiling import Config
@@ -36,7 +37,7 @@ SHAPES = (
     Shape("OLMoE down", 2048, 1024, 64),
 )
 ROWS = (128, 512, 2048, 16)  # token-expert pairs
-PEERS = ("FP8 our kernel", "FP8 XLA", "BF16 XLA", "FP8 torch", "BF16 torch")  # torch's by `peer_torch`
+PEERS = ("FP8 our kernel", "FP8 direct", "FP8 XLA", "BF16 XLA", "FP8 torch", "BF16 torch")  # torch's by `peer_torch`
 
 
 def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
@@ -77,6 +78,7 @@ def _timings(shape: Shape, rows: int) -> list[Job]:
     for blocks in (264, 132):
         c = Config(block if block <= 64 else 64, 2, 4, 2, 1, False, blocks)
         add("FP8 our kernel", fp8, c, config=c)
+    add("FP8 direct", fp8_direct)
     add("FP8 XLA", xla, "float8_e4m3fn")
     add("BF16 XLA", xla, "bfloat16")
     return found
@@ -180,6 +182,16 @@ def fp8(shape: Shape, rows: int, config: Config) -> Row:
 
     def fn(x, layout, w):
         return fp8_peer.matmul(x.astype(jnp.float8_e4m3fn), w, config, layout.group)
+
+    return _timed(fn, shape, rows, 1, functools.partial(_dense, shape, "float8_e4m3fn"))
+
+
+def fp8_direct(shape: Shape, rows: int) -> Row:
+    """`direct_gemm`, an FP8 decode step's own, activations cast before it."""
+    product = functools.partial(direct.matmul, out_dtype=jnp.bfloat16, fill=False)
+
+    def fn(x, layout, w):
+        return product(x.astype(jnp.float8_e4m3fn), w, group=layout.group, used=layout.used)
 
     return _timed(fn, shape, rows, 1, functools.partial(_dense, shape, "float8_e4m3fn"))
 

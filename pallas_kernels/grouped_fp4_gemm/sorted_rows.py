@@ -16,12 +16,12 @@ from jax import Array
 from pallas_kernels.fp4_gemm.layout import Packed
 from pallas_kernels.grouped_gemm import blocked
 
-LEAST_BLOCK, MOST_SPARE = 8, 32  # rows: the kernel's smallest token tile, and what few rows a group are padded to
+LEAST_BLOCK, MOST_SPARE = 8, 16  # rows: the kernel's smallest token tile, and what few rows a group are padded to
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows a block: `blocked.block_rows`, but up to 32 the power of two at or below four times the mean, because a
-    weight is decoded once a block and hot groups have more rows than the mean.
+    """Rows a block: `blocked.block_rows`, but up to 16 the power of two at or below four times the mean, because a
+    weight is decoded once a block, hot groups have more rows than the mean, and a half of 16 without rows is left out.
     """
     spare = 1 << max((4 * rows // groups).bit_length() - 1, 0)
     return blocked.block_rows(rows, groups, min(max(spare, LEAST_BLOCK), MOST_SPARE))
