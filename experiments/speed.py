@@ -40,7 +40,7 @@ def proof(name: str, module: str, arguments: str = "") -> Command:
 
 
 def bench(name: str, kernel: str, only: str, module: str = "bench") -> Command:
-    """only: a text that job descriptions hold."""
+    """only: a pattern of job descriptions."""
     only = shlex.quote(f"--only={only}")
     return Command(name, f"-m pallas_kernels.{kernel}.{module} --bench {only} --seconds 240 --out {{out}}", 300)
 

@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def main(
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and draw a folder's rows again")
     parser.add_argument("--seconds", type=float, default=480, help="time limit")
     parser.add_argument("--out", type=Path, default=Path(module.split(".")[-2] + "_bench"), metavar="FOLDER")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only jobs whose description holds this text")
+    add_only(parser)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sanitize = bool(sanitized) and args.sanitize
@@ -60,9 +61,10 @@ def main(
         jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
     tools = ("memcheck", "racecheck") if args.sanitize else ()
     todo = [({"sanitize": tool}, functools.partial(sanitize, module, tool, sanitized)) for tool in tools]
-    todo += [job for job in make(args.prove, args.bench) if args.only in json.dumps(job[0])]
+    todo += [job for job in make(args.prove, args.bench) if args.only.search(json.dumps(job[0]))]
     if not todo:
-        parser.error(f"nothing to do: choose --prove, --bench or --report (--only={args.only!r} may leave no job)")
+        said = f"--only={args.only.pattern!r} may leave no job"
+        parser.error(f"nothing to do: choose --prove, --bench or --report ({said})")
     if args.child is not None:
         device = jax.devices()[0]
         print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
@@ -74,6 +76,19 @@ def main(
     unproven = sum("prove" in about or "sanitize" in about for about, _ in todo[reached:])
     if failed or unproven:
         sys.exit(f"{failed} jobs failed, {unproven} proofs were not reached")
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """--only, a `re.Pattern` that `search`es descriptions as JSON."""
+
+    def pattern(text: str) -> re.Pattern:
+        try:
+            return re.compile(text)
+        except re.error as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+    said = "only jobs whose description, as JSON, this regular expression finds"
+    parser.add_argument("--only", default=re.compile(""), type=pattern, metavar="PATTERN", help=said)
 
 
 def is_hopper(device: Any) -> bool:
@@ -130,7 +145,7 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     end, start = time.monotonic() + args.seconds, 0
     chosen = ["--prove" * args.prove, "--bench" * args.bench, "--sanitize" * args.sanitize]
-    command = [sys.executable, "-m", module, f"--only={args.only}", *chosen]
+    command = [sys.executable, "-m", module, f"--only={args.only.pattern}", *chosen]
     with (args.out / "rows.jsonl").open("w") as file:
         while start < len(todo) and time.monotonic() < end:
             child = subprocess.Popen([*filter(None, command), f"--child={start}"], stdout=subprocess.PIPE, text=True)
@@ -157,7 +172,7 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
                 file.write(json.dumps(row) + "\n")
                 start = running + 1
     if start < len(todo):
-        print(f"time is up after {start} of {len(todo)} jobs: --only=TEXT picks some, --seconds gives more time")
+        print(f"time is up after {start} of {len(todo)} jobs: --only=PATTERN picks some, --seconds gives more time")
     return start
 
 
@@ -171,7 +186,7 @@ def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
     said, failed = [], []
     for case in cases:
         child = subprocess.run(
-            [*command, f"--only={json.dumps(case)}", "--child=0"],
+            [*command, f"--only={re.escape(json.dumps(case))}", "--child=0"],
             env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # this process holds memory of its own
             capture_output=True,
             text=True,

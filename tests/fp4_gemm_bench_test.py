@@ -200,3 +200,16 @@ def test_proofs_alone_end_with_the_number_that_failed(monkeypatch, capsys):
         jobs.prove([("a", lambda: {"ok": True}), ("b", lambda: {"ok": False}), ("c", lambda: 1 / 0)])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prove"] for row in rows] == ["a", "b", "c"] and "ZeroDivisionError" in rows[2]["error"]
+
+
+def test_only_is_a_pattern_of_descriptions(capsys, monkeypatch):
+    jobs_of = lambda prove, bench: [({"what": what}, dict) for what in ("a 1", "b 1", "c 2")]  # noqa: E731
+    ran = []
+    monkeypatch.setattr(jobs, "drive", lambda module, args, todo: ran.extend(about for about, _ in todo) or sys.exit(0))
+    for only in ('"(a|c) ', "b", "x", "("):
+        monkeypatch.setattr(sys, "argv", ["bench", "--bench", f"--only={only}"])
+        with pytest.raises(SystemExit):
+            jobs.main("a.bench", "doc", jobs_of, None)
+    assert ran == [{"what": "a 1"}, {"what": "c 2"}, {"what": "b 1"}]
+    said = capsys.readouterr().err
+    assert "--only='x' may leave no job" in said and "'(' is no regular expression: missing )" in said

@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line. Exits with a line that says what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("grouped_fp4_gemm_bench"), metavar="FOLDER")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only jobs whose description holds this text")
+    jobs.add_only(parser)
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     lack = missing()
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(*about_all.values())
     args.out.mkdir(parents=True, exist_ok=True)
     for i, (about, job) in enumerate(all_jobs()):
-        if args.only not in json.dumps(about):
+        if not args.only.search(json.dumps(about)):
             continue
         try:
             result = job()
