@@ -28,6 +28,7 @@ SANITIZE_SECONDS = 400  # under compute-sanitizer everything is slow
 
 NEEDED = "the kernels need a GPU of compute capability 9"
 _ELSEWHERE = 5  # how a child ends on another device
+_SANITIZED = "QUADS_JAX_UNDER_SANITIZER"  # in the environment of a job that runs so: it may take longer
 Row = dict[str, Any]
 Job = tuple[Row, Callable[[], Row]]
 
@@ -115,7 +116,8 @@ def run_jobs(todo: list[Job], start: int) -> None:
     for i in range(start, len(todo)):
         about, job = todo[i]
         say({"started": i})
-        seconds = SANITIZE_SECONDS if "sanitize" in about else JOB_SECONDS
+        slow = "sanitize" in about or _SANITIZED in os.environ
+        seconds = SANITIZE_SECONDS if slow else JOB_SECONDS
         watchdog = threading.Timer(seconds, _hung, (i, about, seconds))
         watchdog.daemon = True
         watchdog.start()
@@ -187,7 +189,7 @@ def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
     for case in cases:
         child = subprocess.run(
             [*command, f"--only={re.escape(json.dumps(case))}", "--child=0"],
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # this process holds memory of its own
+            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _SANITIZED: "1"},  # this process has memory, too
             capture_output=True,
             text=True,
         )
