@@ -189,7 +189,7 @@ def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
     for case in cases:
         child = subprocess.run(
             [*command, f"--only={re.escape(json.dumps(case))}", "--child=0"],
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _SANITIZED: "1"},  # this process has memory, too
+            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _SANITIZED: "1"},  # it shares the memory
             capture_output=True,
             text=True,
         )
