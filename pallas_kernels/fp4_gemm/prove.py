@@ -266,9 +266,6 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(64, 2048, 4096, residual=4096)
     add(64, 5120, 2048, residual=2048)
     add(16, 5120, 2048)
-    for residual in (0, 768):  # three stages of six tiles, two
-        add(8, 640, 768, experts=40, residual=residual, fill=False)
-        add(16, 640, 768, experts=40, residual=residual, fill=False, ends=True)
     found.append(("gaussian 64 512 8192", functools.partial(gaussian, 64, 512, 8192)))
     found.append(("K=232 is refused", refused))
     for m, options in (
