@@ -129,7 +129,7 @@ def run_jobs(todo: list[Job], start: int) -> None:
             row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:800], "trace": trace}
         watchdog.cancel()
         say({"job": i} | about | row | {"job_seconds": round(time.perf_counter() - begin, 1)})
-        if any(text in row.get("error", "") for text in ("CUDA_ERROR", "illegal", "launch failure", "misaligned")):
+        if any(text in str(row.get("error", "")) for text in ("CUDA_ERROR", "illegal", "launch failure", "misaligned")):
             os._exit(4)  # the device's context is lost
 
 

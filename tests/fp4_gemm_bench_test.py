@@ -138,6 +138,7 @@ exit {code}
 
 def test_a_failing_job_is_a_row(capsys):
     jobs.run_jobs([({"what": "a"}, lambda: 1 / 0), ({"what": "b"}, lambda: {"ok": True})], 0)
+    jobs.run_jobs([({"what": "c"}, lambda: {"ok": False, "error": 0.5})], 0)  # a figure is no message
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1]["job"] == 0 and rows[1]["error"] == "ZeroDivisionError: division by zero" and not rows[1]["ok"]
     assert rows[3] == {"job": 1, "what": "b", "ok": True, "job_seconds": 0.0}

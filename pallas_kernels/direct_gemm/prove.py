@@ -76,7 +76,7 @@ def exact(
     size = np.abs(want[read])
     error = float(np.max(np.abs(got[0][read].astype(np.float64) - want[read]) / (2.0**-8 * size + 1e-30)))
     repeats = bool(np.array_equal(*(a[read].view(np.uint16) for a in got)))
-    return {"ok": repeats and error <= 1.01, "error": error, "repeats": repeats}
+    return {"ok": repeats and error <= 1.01, "roundings": error, "repeats": repeats}
 
 
 def cases() -> list[tuple[str, Callable[[], Row]]]:

@@ -189,7 +189,7 @@ def gates_and_ups(
     size = np.abs(want[read])
     error = float(np.max(np.abs(got[0].astype(np.float64) - want[read]) / (2.0**-8 * size + 1e-30)))
     repeats = bool(np.array_equal(*(a.view(np.uint16) for a in got)))
-    return {"ok": got[0].dtype == jnp.bfloat16 and repeats and error <= 1.01, "error": error, "repeats": repeats}
+    return {"ok": got[0].dtype == jnp.bfloat16 and repeats and error <= 1.01, "roundings": error, "repeats": repeats}
 
 
 def refused() -> dict[str, Any]:
