@@ -138,7 +138,8 @@ def draw(rows: list[Row], path: Path) -> None:
         (_draw_tails, [r for r in rows if r["kind"] == "batching" and "failed" not in r]),
     ]
     panels = [(panel, shown) for panel, shown in panels if shown] or panels[:1]
-    figure = Figure(figsize=(9, 4 * len(panels)), layout="constrained")
+    width = max(9, 3 + 0.7 * max(len(shown) for _, shown in panels))  # names of bars stand beside each other
+    figure = Figure(figsize=(width, 4 * len(panels)), layout="constrained")
     for ax, (panel, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         panel(ax, shown)
         ax.spines[["top", "right"]].set_visible(False)
@@ -166,6 +167,7 @@ def _draw_tails(axes: Any, rows: list[Row]) -> None:
             axes.bar(i + 0.4 * j, row[key], 0.4, color=("#999999", "#0072b2")[j], label=name)
     axes.set(ylabel="useful tokens/s, long-tailed lengths", xticks=[i + 0.2 for i in range(len(rows))])
     axes.set_xticklabels([r["recipe"] for r in rows])
+    axes.set_xlim(-1, len(rows) + 0.4)
 
 
 def _draw_phases(axes: Any, rows: list[Row]) -> None:
