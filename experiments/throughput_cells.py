@@ -121,8 +121,7 @@ def cells(cfg: ThroughputConfig, model: ModelConfig) -> Iterator[tuple[Precision
         yield precision, found
     if cfg.kernels and "FP8" in cfg.recipes:
         batches = dict.fromkeys(batch for batch, _ in _sizes(cfg, "FP8"))
-        products = fp8_speed.PRODUCTS[: 1 + (model.experts > 0)]
-        yield Precision(), [_fp8_cell(cfg, model, p, b) for b in batches for p in products]
+        yield Precision(), [_fp8_cell(cfg, model, batch) for batch in batches]
     if cfg.attention:
         sizes = dict.fromkeys(size for text in cfg.recipes for size in _sizes(cfg, text))
         yield Precision(), [_attention_cell(cfg, model, name, *size) for size in sizes for name in IMPLEMENTATIONS]
@@ -226,14 +225,13 @@ def _prefill_cell(
     return Cell(what, {"prefill": lambda: decode_speed.lowered(decode_speed.prefill, *shapes(), **static)}, measure)
 
 
-def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, product: str, batch: int) -> Cell:
-    """FP8 products of a layer by the kernel ("own") and by XLA ("library"): the device's time of the products alone."""
-    what = {"model": cfg.model, "recipe": f"FP8 {product}", "precision": "FP8", "kind": "products"}
-    draw = jax.jit(lambda: skewed_routes(jax.random.key(cfg.seed), model, 1, batch)[0, :, 0])
+def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, batch: int) -> Cell:
+    """FP8's projections of a layer by the kernel ("own") and by XLA ("library"): the device's time of the products."""
+    what = {"model": cfg.model, "recipe": "FP8 projections", "precision": "FP8", "kind": "products", "batch": batch}
     sides = {"own": fp8_speed.own, "library": fp8_speed.library}
 
     def make(name: str) -> Any:
-        return jax.jit(lambda: fp8_speed.operands(model, product, draw(), name == "own"))
+        return jax.jit(functools.partial(fp8_speed.operands, model, batch, name == "own"))
 
     def program(name: str) -> Any:
         return Apart(decode_speed.lowered(sides[name], *jax.eval_shape(make(name))))
@@ -245,8 +243,7 @@ def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, product: str, batch: in
         row = {"implementation": best, "tokens_per_s": batch / times[best], "seconds": times[best]}
         return row | {"layers": model.layers} | {f"seconds/{name}": value for name, value in times.items()}
 
-    programs = {name: functools.partial(program, name) for name in sides}
-    return Cell(what | {"batch": batch, "context": 0}, programs, measure)
+    return Cell(what | {"context": 0}, {name: functools.partial(program, name) for name in sides}, measure)
 
 
 def _attention_cell(cfg: ThroughputConfig, model: ModelConfig, name: str, batch: int, context: int) -> Cell:

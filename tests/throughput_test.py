@@ -5,12 +5,15 @@ import functools
 from statistics import NormalDist
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import common, phases, roofline, throughput, throughput_cells
+from experiments import common, fp8_speed, phases, roofline, throughput, throughput_cells
 from experiments import throughput_report as report
 from experiments.router_load import active_experts, skewed_routes
+from pallas_kernels.direct_gemm import reference as direct_reference
+from quads_jax import implementations
 from quads_jax.models.decoder import init_params, parameter_count
 from quads_jax.models.presets import MODELS
 from quads_jax.pack import is_packed, pack
@@ -84,7 +87,7 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on():
     assert "| QUADS-50 | 2 | 8 | 4.0 | 2.00 |  | 500.00 | 1.25x |" in report.markdown([good, peer])
     assert report.summary([failed, good], {})[1].get("ratio") is None  # no peer: the cell failed
 
-    products = {"kind": "products", "recipe": "FP8 experts", "batch": 2, "context": 0, "layers": 5}
+    products = {"kind": "products", "recipe": "FP8 projections", "batch": 2, "context": 0, "layers": 5}
     products |= {"seconds/own": 0.15, "seconds/library": 0.05}  # the library saves 5 x .1 of the second
     better = report.fp8_peers([good, peer, products])[("decode", 2, 8)]
     assert better["seconds"] == pytest.approx(0.5) and better["tokens_per_s"] == pytest.approx(4)
@@ -240,3 +243,24 @@ def test_a_trace_by_phases():
     text = report.markdown([row | of_two, other, row | {"batch": 3}])
     assert "| FP8, batch 2, context 8 | NAIVE, batch 2, context 8 |\n| --- | ---: | ---: |\n" in text
     assert "| fp4_gemm | 16.0 (2.0) | 20.0 (3.0) |\n| fusion_3 | 4.0 (1.0) |  |\n" in text
+
+
+def test_fp8_projections_are_chained_products(monkeypatch):
+    """Of a model's sizes, all of them: the sum of their first numbers, a round as another, by both sides."""
+    monkeypatch.setitem(implementations.DIRECT_IMPLEMENTATIONS, "direct_mosaic", direct_reference.matmul)
+    model = throughput.TINY["tiny"]
+    for batch in (1, 8):
+        sums = []
+        for is_own, fn in ((True, fp8_speed.own), (False, fp8_speed.library)):
+            weights, xs = fp8_speed.operands(model, batch, is_own)
+            assert [x.shape[0] for x in xs[0]] == ([8, 8] if is_own else [batch] * 2)
+            layers = list(zip(*weights, strict=True)) if is_own else weights
+            numbers = [
+                np.dot(*(np.asarray(a, np.float64) for a in (x[0], w[0])))
+                for ws, pair in zip(layers, xs, strict=True)
+                for w, x in zip(ws, pair, strict=True)
+            ]
+            assert len(numbers) == 2 * fp8_speed.LAYERS
+            sums.append(sum(float(jnp.bfloat16(n)) for n in numbers))
+            assert float(fn(weights, xs, 3)) == pytest.approx(3 * sums[-1], rel=1e-2, abs=0.1)
+        assert sums[0] != 0
