@@ -127,10 +127,16 @@ def run() -> None:
         return
     with common.usage_errors():
         workdir = common.new_folder("engine_check")
+    (workdir / "config.json").write_text(json.dumps(config_tree.to_json(cfg), indent=1) + "\n")
     source = common.source("engine_check")
     every = cfg.task.prompts(cfg.seed, "held_out", 0, 2 * cfg.prompts)[:2]
     prompts, others = ([np.asarray(a)[half] for a in every] for half in (slice(cfg.prompts), slice(cfg.prompts, None)))
     summary, moved = [], {}
+
+    def keep(what: str, value: float, unit: str, **detail: Any) -> None:
+        summary.append({"what": what, "value": value, "unit": unit, **detail, **source})
+        (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
     print("recipe     asked again                      requests  differ   floor: mean, p99, max (nats)")
     for config in configs:
         sampler, name = Sampler(cfg, config), config.recipe.resolve().label
@@ -139,15 +145,13 @@ def run() -> None:
             found = differing(base, sampler.sample(asked, ids, limits), ids, rows)
             print(f"{name:10s} {how:32s} {found['requests']:8d} {found['differ']:7d}", flush=True)
             what = f"{name}: requests that differ {how}, of {found['requests']}"
-            detail = {k: found[k] for k in ("tokens", "log-probs")}
-            summary.append({"what": what, "value": found["differ"], "unit": "requests", **detail, **source})
+            keep(what, found["differ"], "requests", **{k: found[k] for k in ("tokens", "log-probs")})
         moved[name] = distance = sampler.floor(*base)
         figures = {"mean": distance.mean(), "p99": np.quantile(distance, 0.99), "max": distance.max()}
         print(f"{name:10s} {'full forward pass':49s} " + ", ".join(f"{v:.3g}" for v in figures.values()), flush=True)
         for key, value in figures.items():
             what = f"{name}: {key} |log-prob of the engine - of a full forward pass|, {len(distance)} tokens"
-            summary.append({"what": what, "value": float(value), "unit": "nats", **source})
-        (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            keep(what, float(value), "nats")
     draw(moved, workdir / "engine_check.png")
     print(workdir / "summary.json")
 

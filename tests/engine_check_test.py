@@ -57,11 +57,27 @@ def test_a_run(tmp_path, capsys):
     with flagsaver.flagsaver():
         common.FLAGS(["test", f"--workdir={tmp_path / 'check'}", *sizes])
         engine_check.run()
+    assert json.loads((tmp_path / "check" / "config.json").read_text())["recipes"] == ["NAIVE"]
     rows = json.loads((tmp_path / "check" / "summary.json").read_text())
     assert [r["value"] for r in rows[:4]] == [0] * 4 and rows[0]["what"].endswith("in another order, of 8")
     mean, p99, most = (r["value"] for r in rows[4:])
     assert 0 <= mean <= p99 <= most < 2 and (tmp_path / "check" / "engine_check.png").stat().st_size > 1000
     assert "beside requests that end early" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_keeps_what_it_found(tmp_path, monkeypatch):
+    init = make_weights(tmp_path / "tiny.msgpack")
+    sizes = [f"--set=init={init}", "--set=recipes=NAIVE", "--set=prompts=4", "--set=group=2", "--set=slots=3"]
+    sizes += ["--set=task.operands=3", "--set=task.digits=1", "--set=task.modulus=10"]
+
+    def cut(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_check.Sampler, "floor", cut)
+    with flagsaver.flagsaver(), pytest.raises(KeyboardInterrupt):
+        common.FLAGS(["test", f"--workdir={tmp_path / 'check'}", *sizes])
+        engine_check.run()
+    assert len(json.loads((tmp_path / "check" / "summary.json").read_text())) == 4
 
 
 def test_a_floor_is_the_distance_of_log_probs(tmp_path):
