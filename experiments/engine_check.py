@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import SHIPPED_TASK, TrainConfig, parse_recipe
 from quads_jax.device import on_hopper
+from quads_jax.metrics import duration
 from quads_jax.pack import pack
 from quads_jax.programs import engine_program
 from quads_jax.quant.formats import NVFP4
@@ -69,11 +72,26 @@ class Sampler:
         """(tokens, log-probs, mask, valid) of each request's row; prompts (tokens, valid); ids name the requests, most
         limits their tokens.
         """
+        program, arguments = self._queue(prompts, ids, most)
+        batch, _ = program(*arguments)
+        return tuple(np.asarray(a) for a in (batch.tokens, batch.behaviour_logp, batch.mask, batch.valid))
+
+    def _queue(self, prompts: Any, ids: np.ndarray, most: np.ndarray | int) -> tuple[Callable, tuple]:
+        """(program, its arguments) of `sample`."""
         limits = np.minimum(np.broadcast_to(most, ids.shape), self.fixed[2].max_new_tokens).astype(np.int32)
         program = engine_program(*self.fixed, 0, prompts[0].shape, self.cfg.group, self.cfg.slots)
         key = jax.random.key(self.cfg.seed)
-        batch, _ = program(self.packed, self.quant, *prompts, key, jnp.int32(0), limits, ids)
-        return tuple(np.asarray(a) for a in (batch.tokens, batch.behaviour_logp, batch.mask, batch.valid))
+        return program, (self.packed, self.quant, *prompts, key, jnp.int32(0), limits, ids)
+
+    def lowered(self, prompts: Any) -> Iterator[Any]:
+        """What `sample` of all prompts and of one of them and `floor` are going to compile."""
+        every, alone = (self._queue([a[:n] for a in prompts], np.arange(n * self.cfg.group), NO_LIMIT)
+                        for n in (len(prompts[0]), 1))  # fmt: skip
+        queue = every[0].lower(*every[1])
+        yield from (queue, alone[0].lower(*alone[1]))
+        sampled = queue.out_info[0]
+        rows = [np.zeros((self.cfg.slots, *a.shape[1:]), a.dtype) for a in (sampled.tokens, sampled.valid)]
+        yield self.score.lower(self.packed, self.quant, *rows)
 
     def floor(self, tokens: np.ndarray, logp: np.ndarray, mask: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """|log-prob of the engine - of the full forward pass| f32[n], nats, of all sampled tokens."""
@@ -137,9 +155,16 @@ def run() -> None:
         summary.append({"what": what, "value": value, "unit": unit, **detail, **source})
         (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
+    started = time.perf_counter()
+    samplers = [Sampler(cfg, config) for config in configs]
+    with ThreadPoolExecutor(common.COMPILERS) as pool:
+        waiting = [pool.submit(program.compile) for sampler in samplers for program in sampler.lowered(prompts)]
+        for program in waiting:
+            program.result()
+    print(f"compiled {len(waiting)} programs  [{duration(time.perf_counter() - started)}]", flush=True)
     print("recipe     asked again                      requests  differ   floor: mean, p99, max (nats)")
-    for config in configs:
-        sampler, name = Sampler(cfg, config), config.recipe.resolve().label
+    for config, sampler in zip(configs, samplers, strict=True):
+        name = config.recipe.resolve().label
         base = sampler.sample(prompts, np.arange(cfg.prompts * cfg.group))
         for how, asked, ids, limits, rows in queues(cfg, prompts, others):
             found = differing(base, sampler.sample(asked, ids, limits), ids, rows)
