@@ -58,6 +58,7 @@ PROOFS = (
 )
 TIMES = (
     Command("decode", f"{STEPS} --set=recipes=FP8,QUADS:0.5,NAIVE"),
+    Command("step_time", "launch.py --experiment=step_time --workdir={out}", 400),
     Command("decode_others", f"{STEPS} --set=recipes=BF16,W4A16,QUADS:1"),
     Command("decode_batches", f"{STEPS} --set=recipes=FP8,QUADS:0.5 --set=batches=1,256"),
     Command("decode_long", f"{STEPS} --set=recipes=FP8,QUADS:0.5 --set=contexts=4096"),
@@ -66,7 +67,6 @@ TIMES = (
     Command("decode_olmoe", f"{STEPS} --set=model=olmoe-1b-7b --set=recipes=BF16,FP8,QUADS:0.5"),
     Command("peer_transformers", "-m experiments.peer_transformers --model=olmoe-1b-7b --batch=64 --context=512"),
     Command("batching", f"{STEPS} --set=model=olmoe-1b-7b --set=recipes= --set=tail_recipes=QUADS:0.5"),
-    Command("step_time", "launch.py --experiment=step_time --workdir={out}", 400),
     bench("grouped", "grouped_fp4_gemm", "Qwen3"),
     Command("grouped_torch", "-m pallas_kernels.grouped_fp4_gemm.peer_torch --only=Qwen3 --out {grouped}"),
     bench("grouped_olmoe", "grouped_fp4_gemm", "OLMoE"),
