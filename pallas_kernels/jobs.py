@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 import jax
 
 JOB_SECONDS = 75  # a job that takes longer hangs
-SANITIZE_SECONDS = 400  # under compute-sanitizer everything is slow
+SANITIZE_SECONDS = 200  # of a proof under compute-sanitizer, which makes everything slow
 
 NEEDED = "the kernels need a GPU of compute capability 9"
 _ELSEWHERE = 5  # how a child ends on another device
@@ -61,8 +62,13 @@ def main(
     if args.child is None:
         jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
     tools = ("memcheck", "racecheck") if args.sanitize else ()
-    todo = [({"sanitize": tool}, functools.partial(sanitize, module, tool, sanitized)) for tool in tools]
-    todo += [job for job in make(args.prove, args.bench) if args.only.search(json.dumps(job[0]))]
+    todo = [
+        ({"sanitize": tool, "case": case}, functools.partial(sanitize, module, tool, case))
+        for tool in tools
+        for case in sanitized
+    ]
+    todo += make(args.prove, args.bench)
+    todo = [job for job in todo if args.only.search(json.dumps(job[0]))]
     if not todo:
         said = f"--only={args.only.pattern!r} may leave no job"
         parser.error(f"nothing to do: choose --prove, --bench or --report ({said})")
@@ -85,10 +91,10 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     def pattern(text: str) -> re.Pattern:
         try:
             return re.compile(text)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
 
-    said = "only jobs whose description, as JSON, this regular expression finds"
+    said = "only jobs in whose description, a line of JSON, this regular expression finds something"
     parser.add_argument("--only", default=re.compile(""), type=pattern, metavar="PATTERN", help=said)
 
 
@@ -116,8 +122,8 @@ def run_jobs(todo: list[Job], start: int) -> None:
     for i in range(start, len(todo)):
         about, job = todo[i]
         say({"started": i})
-        slow = "sanitize" in about or _SANITIZED in os.environ
-        seconds = SANITIZE_SECONDS if slow else JOB_SECONDS
+        slow = "sanitize" in about or _SANITIZED in os.environ  # which have a limit of their own
+        seconds = 2 * SANITIZE_SECONDS if slow else JOB_SECONDS
         watchdog = threading.Timer(seconds, _hung, (i, about, seconds))
         watchdog.daemon = True
         watchdog.start()
@@ -178,28 +184,27 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
     return start
 
 
-def sanitize(module: str, tool: str, cases: tuple[str, ...]) -> Row:
-    """Proofs of `module` by name under compute-sanitizer, in processes of their own; skipped by name without it."""
+def sanitize(module: str, tool: str, case: str) -> Row:
+    """The proof `case` of `module` under compute-sanitizer, in a process of its own; skipped without it."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         where = "the CUDA toolkit and the package nvidia-cuda-sanitizer-api have it"
         return {"ok": True, "skipped": f"compute-sanitizer is not on PATH: {where}"}
-    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module, "--prove"]
-    said, failed = [], []
-    for case in cases:
-        child = subprocess.run(
-            [*command, f"--only={re.escape(json.dumps(case))}", "--child=0"],
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _SANITIZED: "1"},  # it shares the memory
-            capture_output=True,
-            text=True,
-        )
-        rows = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-        if child.returncode or not any(row.get("ok") for row in rows if "prove" in row):
-            failed.append(case)
-            said += [f"{case}: {row['error']}" for row in rows if "error" in row] or [f"ended with {child.returncode}"]
-        lines = [line for line in (child.stdout + child.stderr).splitlines() if line.startswith("=========")]
-        said += lines[-6:] if case in failed else lines[-1:]
-    return {"ok": not failed, "cases": list(cases), "failed": failed, "said": said}
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module, "--prove", "--child=0"]
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _SANITIZED: "1"}  # this process has memory, too
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    only = f"--only={re.escape(json.dumps(case))}"
+    with subprocess.Popen([*command, only], env=env, start_new_session=True, **pipes) as child:
+        try:
+            out, err = child.communicate(timeout=SANITIZE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # the tool's own children, too
+            return {"ok": False, "error": f"no end after {SANITIZE_SECONDS} s: a deadlock, or a busy machine"}
+    proofs = [line for line in out.splitlines() if '"prove"' in line]
+    said = [line for line in (out + err).splitlines() if line.startswith("=========")]
+    if child.returncode == 0 and len(proofs) == 1 and '"ok": true' in proofs[0]:
+        return {"ok": True, "said": said[-1:]}
+    return {"ok": False, "error": f"ended with {child.returncode}: {(proofs or [err[-300:]])[-1]}", "said": said[-6:]}
 
 
 def show(folder: Path, report: Callable[[Path, list[Row]], None]) -> None:

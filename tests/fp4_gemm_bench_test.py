@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,11 @@ def test_a_tilings_name_is_its_value():
     assert all(tiling.parse(str(c)) == c for c in found) and len({str(c) for c in found}) == len(found)
     for (tokens, n, k, compensated), text in tiling.TUNED.items():
         w = jax.eval_shape(layout.pack, *(jax.ShapeDtypeStruct((n, k // d), jnp.uint8) for d in (2, 16)))
-        c = tiling.choose(tokens, w, compensated, None)
-        assert c == tiling.parse(text) and c.tokens == tokens
-        tiling.check(c, w, compensated, None)
+        for groups in (None, 1):  # a layer's place among all is one group
+            c = tiling.choose(tokens, w, compensated, groups)
+            assert c == tiling.parse(text) and c.tokens == tokens
+            tiling.check(c, w, compensated, groups and tokens)
+        assert tiling.choose(3 * tokens, w, compensated, 1).parts == 1  # one wave by the rule, three by what is tuned
 
 
 def stand_in(x, w, *, config=None, **kwargs):
@@ -102,7 +106,7 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
     rows += [
         {"prove": "good", "ok": True},
         {"prove": "bad", "ok": False},
-        {"sanitize": "racecheck", "ok": True, "skipped": "no tool"},
+        {"sanitize": "racecheck", "case": "a", "ok": True, "skipped": "no tool"},
         {"what": "empty kernel", "us": 2.5},
         about | {"what": "W4A4", "ok": False, "error": "E"},
     ]
@@ -111,29 +115,64 @@ def test_measuring_and_reporting(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "proven: 1 of 2 cases\n  FAILED bad" in printed and "3.75  2.00     -" in printed
     assert '(16, 32768, 8192, False): "t16 c8 s2 w4 k1",  # 40.0 us at M=16, the rule\'s 50.0: W4A16' in printed
-    assert "sanitize: racecheck  ok: True  skipped: no tool" in printed and "an empty kernel: 2.5 us" in printed
+    assert "sanitize: racecheck  case: a  ok: True  skipped: no tool" in printed
+    assert "an empty kernel: 2.5 us" in printed
     assert (tmp_path / "roofline.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize(("code", "ok"), [(0, True), (9, False)])
-def test_proofs_under_a_sanitizer(tmp_path, monkeypatch, code, ok):
-    """A tool that finds errors ends with its own code: the case fails, with what it said; a missing one is named."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    job = functools.partial(jobs.sanitize, "a.module", "memcheck", bench.SANITIZED)
-    row = job()
-    assert row["ok"] and row["skipped"].startswith("compute-sanitizer is not on PATH")
+CASE = "16 192 256 experts=6"
+GOOD = '{"job": 0, "prove": "a", "ok": true}'
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "why"),
+    [
+        (GOOD, 0, None),
+        (GOOD, 9, "ended with 9: " + GOOD),
+        ('{"prove": "a", "ok": false, "roundings": 7.5}', 0, '"roundings": 7.5'),
+        (GOOD + "\n" + GOOD, 0, "ended with 0"),  # of one case there is one proof
+        ('{"started": 0}\n{"pro', 3, "ended with 3: no device"),
+    ],
+)
+def test_a_proof_under_a_sanitizer(tmp_path, monkeypatch, says, code, why):
+    """A tool that finds errors ends with its own code: the case fails, and the row says why; a missing one is named."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    job = functools.partial(jobs.sanitize, "a.module", "memcheck", CASE)
+    assert (row := job())["ok"] and row["skipped"].startswith("compute-sanitizer is not on PATH")
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"""#!/bin/sh
-echo '{{"prove": "a", "ok": true}}'
+printf '%s\\n' "$@" "$QUADS_JAX_UNDER_SANITIZER" "$XLA_PYTHON_CLIENT_PREALLOCATE" > {tmp_path}/asked
+cat <<'END'
+{says}
+END
 echo "========= ERROR SUMMARY: {code} errors"
+echo "no device" >&2
 exit {code}
 """)
     tool.chmod(0o755)
     row = job()
-    assert row["ok"] is ok and row["failed"] == ([] if ok else list(bench.SANITIZED))
-    said = [] if ok else ["ended with 9"]
-    assert row["said"] == [*said, f"========= ERROR SUMMARY: {code} errors"] * len(bench.SANITIZED)
-    assert set(bench.SANITIZED) <= set(PROOFS)
+    assert row["ok"] is (why is None) and row["said"] == [f"========= ERROR SUMMARY: {code} errors"]
+    assert why is None or why in row["error"]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[:2] == ["--tool", "memcheck"] and "--child=0" in asked and asked[-2:] == ["1", "false"]
+    [only] = [word.removeprefix("--only=") for word in asked if word.startswith("--only=")]
+    assert [name for name in PROOFS if re.search(only, json.dumps({"prove": name}))] == [CASE]
+
+
+def test_a_sanitizer_without_end_is_stopped_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(jobs, "SANITIZE_SECONDS", 1)
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
+    tool.chmod(0o755)
+    row = jobs.sanitize("a.module", "memcheck", CASE)
+    assert not row["ok"] and "no end after 1 s" in row["error"]
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_what_is_sanitized_is_proven():
+    assert set(bench.SANITIZED) <= set(PROOFS) and any("gates" in name for name in bench.SANITIZED)
 
 
 def test_a_failing_job_is_a_row(capsys):
@@ -207,7 +246,7 @@ def test_only_is_a_pattern_of_descriptions(capsys, monkeypatch):
     jobs_of = lambda prove, bench: [({"what": what}, dict) for what in ("a 1", "b 1", "c 2")]  # noqa: E731
     ran = []
     monkeypatch.setattr(jobs, "drive", lambda module, args, todo: ran.extend(about for about, _ in todo) or sys.exit(0))
-    for only in ('"(a|c) ', "b", "x", "("):
+    for only in ('"(a|c) ', "b", "x", "(", "a{99999999999999999999}"):
         monkeypatch.setattr(sys, "argv", ["bench", "--bench", f"--only={only}"])
         with pytest.raises(SystemExit):
             jobs.main("a.bench", "doc", jobs_of, None)

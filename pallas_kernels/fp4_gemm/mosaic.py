@@ -43,7 +43,7 @@ def matmul(
     x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
     token = None if token_scale is None else token_scale[:, 0]
     width = None if r is None else x.shape[1] if c.stacked else _residual_width(c, r.shape[1])
-    used = used if _halves(c, fill) else None
+    used = used if halved(c, fill) else None
     unit = block.unit(c, used is not None)
     if source is not None:
         how = {"width": width, "tile": unit if c.stacked else None, "fill": fill, "interpret": interpret}
@@ -88,7 +88,7 @@ def quantized_matmul(
     width = None if c.stacked or not residual else _residual_width(c, residual)
     how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
-    used = used if _halves(c, fill) else None
+    used = used if halved(c, fill) else None
     tokens = block.unit(c, used is not None) if c.stacked else c.tokens
     quantized = pallas_triton.quantize(x, tokens=tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
@@ -96,7 +96,7 @@ def quantized_matmul(
     return _product(operands, w, c, x.shape[0], scale, channel_scale, group, used, out_dtype, fill, interpret)
 
 
-def _halves(c: Config, fill: bool) -> bool:
+def halved(c: Config, fill: bool) -> bool:
     """Whether a tile of tokens is divided, where the second half may hold none."""
     return not fill and c.tokens == tiling.HALVED and c.splits * c.parts == 1
 

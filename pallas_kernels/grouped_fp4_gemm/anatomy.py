@@ -24,6 +24,7 @@ from pallas_kernels.compat import plgpu
 from pallas_kernels.fp4_gemm import measure, tiling
 from pallas_kernels.fp4_gemm.block import FourBit, Gated, Task, run
 from pallas_kernels.fp4_gemm.layout import TILE
+from pallas_kernels.fp4_gemm.mosaic import halved
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.fp4_gemm.tiling import Config
 from pallas_kernels.grouped_fp4_gemm.bench import SHAPES, TOP_K, block_of, layout_of
@@ -141,7 +142,7 @@ def operands(key: Array, shape: Shape, tokens: int, c: Config) -> dict[str, Arra
     """By name, as `fp4_gemm.mosaic` prepares them for `run`."""
     w, layout = measure.packed(key, shape), layout_of(key, shape, tokens * TOP_K)[0]
     rows = len(layout.used)
-    halves = {"used": layout.used} if c.tokens == tiling.HALVED else {}
+    halves = {"used": layout.used} if halved(c, fill=False) else {}
     return halves | {
         "x": jax.random.normal(key, (rows * (1 + c.stacked), shape.k), jnp.bfloat16),
         "words": w.words,
