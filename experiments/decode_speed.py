@@ -97,6 +97,10 @@ def _tokens(model: ModelConfig, n: int) -> Any:
     return jax.random.randint(jax.random.key(1), (n,), 0, model.vocab_size, jnp.int32)
 
 
+class Unmeasured(RuntimeError):
+    """A trace does not say what was asked of it."""
+
+
 class Times(NamedTuple):
     """Seconds a round (median, least and most of the repeats), and what a call costs once."""
 

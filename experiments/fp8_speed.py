@@ -11,14 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from experiments import phases
+from experiments import decode_speed, phases
 from quads_jax.implementations import DIRECT_IMPLEMENTATIONS
 from quads_jax.models.config import ModelConfig
 from quads_jax.ops import LEAST_PACKED_BLOCK
 
 Array = jax.Array
+REPEATS = 3
 LAYERS = 4  # of different weights, which together exceed a cache
 FP8 = jnp.float8_e4m3fn
 SCOPE = "product"  # what is timed: with the sums of parts of K, without what keeps a loop from being empty
@@ -77,3 +79,18 @@ def _chained(product: Callable[[int, int, Array], Array], activations: list[list
         return total
 
     return lax.fori_loop(0, rounds, body, jnp.float32(0))
+
+
+def seconds(program: Callable, *operands: Any) -> float:
+    """Of a layer's products by the device: the median of REPEATS slopes between traces of the program, compiled by
+    instruction. Raises `decode_speed.Unmeasured` where kernels are not attributed to the products.
+    """
+    jax.block_until_ready(program(*operands, np.int32(decode_speed.FEW)))
+    taken = []
+    for _ in range(REPEATS):
+        spent = decode_speed.traced(program, *operands, parts=PARTS)
+        if not spent[SCOPE] > spent["busy"] / 4:  # what only chains the products is small
+            share = f"{spent[SCOPE]:.1e} s of products in {spent['busy']:.1e} s"
+            raise decode_speed.Unmeasured(f"a trace has {share}: its kernels are not attributed to instructions")
+        taken.append(spent[SCOPE] / LAYERS)
+    return float(np.median(taken))

@@ -39,7 +39,7 @@ def main() -> None:
         import torch
         import transformers
     except ImportError as error:
-        parser.exit(1, f"{error.name} is not installed: pip install torch transformers\n")
+        parser.exit(1, f"{error.name} is not installed: on a machine with a GPU, pip install torch transformers\n")
     if not torch.cuda.is_available():
         parser.exit(1, "this is a measurement of a GPU, and torch sees none\n")
     torch.manual_seed(0)

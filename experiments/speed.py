@@ -4,7 +4,7 @@
 
 A command prints to FOLDER/NAME.log and writes to FOLDER/NAME/, if it does. One that ended well is not run again, so a
 call that was interrupted goes on when it is repeated; what did not end well starts afresh. Times are only started while
---seconds allow, and none if a proof failed: what is wrong is not measured.
+--seconds allow, and none if a proof failed that --only leaves: what is wrong is not measured.
 """
 
 from __future__ import annotations
@@ -111,6 +111,18 @@ def waited_for(command: Command, process: subprocess.Popen, out: Path, begin: fl
     return code == 0
 
 
+def check_device() -> None:
+    """Ends the process, with an error, where the commands would refuse. A process of its own looks, so that this one
+    holds nothing of the device.
+    """
+    code = "import jax; from pallas_kernels import jobs; device = jax.devices()[0]\n"
+    code += "print(device.device_kind); raise SystemExit(not jobs.is_hopper(device))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if found.returncode:
+        said = (found.stdout or found.stderr).strip().splitlines()[-1:]
+        sys.exit(f"nothing is run: a GPU of compute capability 9 is needed, this is {' '.join(said)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("speed"), metavar="FOLDER")
@@ -125,7 +137,11 @@ def main() -> None:
         for command in (*proofs, *times):
             print(f"{command.name:24s} python {filled(command, args.out)}")
         return
+    check_device()
     args.out.mkdir(parents=True, exist_ok=True)
+    for command in (*proofs, *times):
+        if (args.out / f"{command.name}.done").exists():
+            print(f"{command.name:24s} ended well before, {args.out / command.name}.log", flush=True)
     begin = time.perf_counter()
     open_ = [c for c in proofs if not (args.out / f"{c.name}.done").exists()]
     running = [(c, started(c, args.out, 0.8 / len(open_))) for c in open_]

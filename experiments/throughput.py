@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from experiments import common
+from experiments import common, decode_speed
 from experiments import throughput_report as report
 from experiments.throughput_cells import Cell, Row, ThroughputConfig, cells
 from quads_jax import config_tree
@@ -97,7 +97,9 @@ class NotCompiled(RuntimeError):
 
 
 def measured(cell: Callable[[], Row]) -> Row:
-    """What a cell gives, or {"failed": why} where a program does not compile or memory does not suffice."""
+    """What a cell gives, or {"failed": why} where a program does not compile, memory does not suffice, or a trace is of
+    no use.
+    """
     try:
         with memory_phase("throughput", "take a smaller batch, context or model"):
             return cell()
@@ -105,6 +107,8 @@ def measured(cell: Callable[[], Row]) -> Row:
         return {"failed": f"out of memory: {common.first_line(error.__cause__)}"}
     except NotCompiled as error:
         return {"failed": f"not compiled: {common.first_line(error)}"}
+    except decode_speed.Unmeasured as error:
+        return {"failed": f"not measured: {common.first_line(error)}"}
 
 
 def compiled(group: list[Cell]) -> list[dict[str, Future]]:

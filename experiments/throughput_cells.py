@@ -237,8 +237,7 @@ def _fp8_cell(cfg: ThroughputConfig, model: ModelConfig, batch: int) -> Cell:
         return Apart(decode_speed.lowered(sides[name], *jax.eval_shape(make(name))))
 
     def measure(programs: dict[str, Any], weights: tuple) -> Row:
-        spent = {n: decode_speed.traced(p, *make(n)(), parts=fp8_speed.PARTS) for n, p in programs.items()}
-        times = {name: by[fp8_speed.SCOPE] / fp8_speed.LAYERS for name, by in spent.items()}
+        times = {name: fp8_speed.seconds(program, *make(name)()) for name, program in programs.items()}
         best = min(times, key=times.get)
         row = {"implementation": best, "tokens_per_s": batch / times[best], "seconds": times[best]}
         return row | {"layers": model.layers} | {f"seconds/{name}": value for name, value in times.items()}

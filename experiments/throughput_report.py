@@ -42,8 +42,8 @@ def summary(rows: list[Row], source: Row) -> list[Row]:
 
 
 def fp8_peers(rows: list[Row]) -> dict[tuple, Row]:
-    """Cell -> its FP8 row. Where XLA multiplies faster than the kernel that the step used, by the products' own rows,
-    the row is of a step that is shorter by the difference ("seconds_kernel" keeps the measured one).
+    """Cell -> its FP8 row. Where XLA makes the projections faster than the kernel that the step used, the row is of a
+    step that is shorter by the difference ("seconds_kernel" keeps the measured one).
     """
     peers, saved = {}, {}
     for row in rows:
@@ -138,7 +138,8 @@ def draw(rows: list[Row], path: Path) -> None:
         (_draw_tails, [r for r in rows if r["kind"] == "batching" and "failed" not in r]),
     ]
     panels = [(panel, shown) for panel, shown in panels if shown] or panels[:1]
-    width = max(9, 3 + 0.7 * max(len(shown) for _, shown in panels))  # names of bars stand beside each other
+    bars = max(len(shown) for panel, shown in panels if panel is not _draw_speeds or len(panels) == 1)
+    width = min(max(9, 3 + 0.7 * bars), 40)  # names of bars stand beside each other
     figure = Figure(figsize=(width, 4 * len(panels)), layout="constrained")
     for ax, (panel, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         panel(ax, shown)

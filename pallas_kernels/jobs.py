@@ -58,7 +58,11 @@ def main(
     args = parser.parse_args()
     args.sanitize = bool(sanitized) and args.sanitize
     if args.report:
+        if not (args.report / "rows.jsonl").exists():
+            parser.error(f"--report={args.report} has no rows.jsonl: name a folder that --out was")
         return show(args.report, report)
+    if args.seconds <= 0:
+        parser.error(f"--seconds={args.seconds:g} must be above 0")
     if args.child is None:
         jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
     tools = ("memcheck", "racecheck") if args.sanitize else ()
@@ -68,10 +72,12 @@ def main(
         for case in sanitized
     ]
     todo += make(args.prove, args.bench)
-    todo = [job for job in todo if args.only.search(json.dumps(job[0]))]
     if not todo:
-        said = f"--only={args.only.pattern!r} may leave no job"
-        parser.error(f"nothing to do: choose --prove, --bench or --report ({said})")
+        parser.error("nothing to do: choose --prove, --bench or --report FOLDER")
+    every, todo = todo, [job for job in todo if args.only.search(json.dumps(job[0]))]
+    if not todo:
+        one = json.dumps(every[0][0])
+        parser.error(f"--only={args.only.pattern!r} finds none of {len(every)} jobs, which are such as {one}")
     if args.child is not None:
         device = jax.devices()[0]
         print(f"{device.device_kind}, JAX {jax.__version__}, jobs {args.child} to {len(todo) - 1}", flush=True)
@@ -171,6 +177,9 @@ def drive(module: str, args: argparse.Namespace, todo: list[Job]) -> int:
             code = child.wait()
             stopper.cancel()
             if code == _ELSEWHERE:
+                (args.out / "rows.jsonl").unlink()
+                if not any(args.out.iterdir()):
+                    args.out.rmdir()
                 sys.exit(f"nothing is run: {NEEDED}")
             if start <= running and time.monotonic() < end:  # it died without a word
                 row = (

@@ -252,4 +252,5 @@ def test_only_is_a_pattern_of_descriptions(capsys, monkeypatch):
             jobs.main("a.bench", "doc", jobs_of, None)
     assert ran == [{"what": "a 1"}, {"what": "c 2"}, {"what": "b 1"}]
     said = capsys.readouterr().err
-    assert "--only='x' may leave no job" in said and "'(' is no regular expression: missing )" in said
+    assert "--only='x' finds none of 3 jobs, which are such as {" in said
+    assert "'(' is no regular expression: missing )" in said

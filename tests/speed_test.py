@@ -32,6 +32,7 @@ def test_experiments_take_their_flags(command):
 def said(capsys, monkeypatch, folder, *flags, proofs, times):
     monkeypatch.setattr(speed, "PROOFS", proofs)
     monkeypatch.setattr(speed, "TIMES", times)
+    monkeypatch.setattr(speed, "check_device", lambda: None)
     monkeypatch.setattr(sys, "argv", ["speed", f"--out={folder}", *flags])
     speed.main()
 
@@ -54,7 +55,8 @@ def test_what_ended_well_is_not_run_again(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "add.log").read_text() == "said\n"
     with pytest.raises(SystemExit, match="failed: bad$"):
         said(capsys, monkeypatch, tmp_path / "out", "--only=a", **run | {"times": (bad, add)})
-    assert lines_of(capsys) == ["bad failed: 3"] and count.read_text() == "x"
+    before, now = lines_of(capsys)
+    assert before.startswith("add before,") and now == "bad failed: 3" and count.read_text() == "x"
     said(capsys, monkeypatch, tmp_path / "other", "--seconds=-1", "--only=add", **run)
     assert lines_of(capsys) == ["add --seconds=-1 are"] and count.read_text() == "x"
 
@@ -64,3 +66,10 @@ def test_nothing_is_measured_if_a_proof_fails(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="a proof failed"):
         said(capsys, monkeypatch, tmp_path, proofs=proofs, times=(Command("time", "-c 0"),))
     assert (tmp_path / "right.done").exists() and not (tmp_path / "time.log").exists()
+
+
+def test_a_cpu_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["speed", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit, match="a GPU of compute capability 9 is needed, this is cpu"):
+        speed.main()
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from statistics import NormalDist
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import common, fp8_speed, phases, roofline, throughput, throughput_cells
+from experiments import common, decode_speed, fp8_speed, phases, roofline, throughput, throughput_cells
 from experiments import throughput_report as report
 from experiments.router_load import active_experts, skewed_routes
 from pallas_kernels.direct_gemm import reference as direct_reference
@@ -245,7 +246,39 @@ def test_a_trace_by_phases():
     assert "| fp4_gemm | 16.0 (2.0) | 20.0 (3.0) |\n| fusion_3 | 4.0 (1.0) |  |\n" in text
 
 
-def test_fp8_projections_are_chained_products(monkeypatch):
+def test_fp8_products_wait_for_each_other_and_are_what_is_timed():
+    """A product behind one that is NaN gets zeros; XLA keeps each by itself, under the scope that is timed."""
+    weights, xs = fp8_speed.operands(throughput.TINY["tiny"], 8, False)
+    asked = []
+
+    def told(layer, which, x):
+        jax.debug.callback(lambda a: asked.append(np.asarray(a, np.float32)), x, ordered=True)
+        return jnp.full((1, 1), jnp.nan)
+
+    jax.block_until_ready(fp8_speed._chained(told, xs, 1))
+    jax.effects_barrier()
+    assert asked[0].any() and len(asked) == 2 * fp8_speed.LAYERS and not any(a.any() for a in asked[1:])
+
+    text = jax.jit(fp8_speed.library).lower(weights, xs, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
+    kinds = phases.instruction_phases(text, fp8_speed.PARTS)
+    dots = re.findall(r"%([\w.\-]+) = \S+ (?:dot|custom-call)\(", text)
+    assert len(dots) == 2 * fp8_speed.LAYERS and {kinds[name] for name in dots} == {fp8_speed.SCOPE}
+
+
+def test_fp8_times_are_of_attributed_products(monkeypatch):
+    spent = iter([{"product": s, "busy": 8.0} for s in (4.0, 8.0, 6.0, 1.0)])
+    monkeypatch.setattr(decode_speed, "traced", lambda *args, parts: next(spent))
+    assert fp8_speed.seconds(lambda rounds: rounds) == 6.0 / fp8_speed.LAYERS
+    with pytest.raises(decode_speed.Unmeasured, match="1.0e\\+00 s of products in 8.0e\\+00 s"):
+        fp8_speed.seconds(lambda rounds: rounds)
+
+    def cell():
+        raise decode_speed.Unmeasured("why")
+
+    assert throughput.measured(cell) == {"failed": "not measured: why"}
+
+
+def test_fp8_projections_are_of_a_models_sizes(monkeypatch):
     """Of a model's sizes, all of them: the sum of their first numbers, a round as another, by both sides."""
     monkeypatch.setitem(implementations.DIRECT_IMPLEMENTATIONS, "direct_mosaic", direct_reference.matmul)
     model = throughput.TINY["tiny"]
