@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.direct_gemm import reference as direct_reference
 from pallas_kernels.fp4_gemm import reference, tiling
 from pallas_kernels.fp4_gemm.shapes import Shape
 from pallas_kernels.grouped_fp4_gemm import anatomy, bench, peer_torch, prove, sorted_rows
@@ -106,6 +107,29 @@ def test_every_job_has_a_tiling_that_fits(capsys):
     row |= {"of_bound": 0.5, "config": "rule"}
     bench.report(None, [row, row | {"what": "FP8 our kernel", "us": 3.0}])
     assert "1.50" in capsys.readouterr().out
+
+
+def test_the_fp8_peer_is_a_decode_steps_product(monkeypatch):
+    """Rows of its own expert each, of the blocks that hold some; every peer but PyTorch's is a job."""
+    shape, rows, made = bench.Shape("S", 256, 256, 12), 48, []
+
+    def timed(fn, sets):
+        made.append((sets[0], fn(*sets[0])))
+        return {"us": 1.0}
+
+    monkeypatch.setattr(bench.timing, "microseconds", timed)
+    monkeypatch.setattr(bench.direct, "matmul", direct_reference.matmul)
+    row = bench.fp8_direct(shape, rows)
+    [((x, layout, w), y)] = made
+    assert row["us"] == 1 and y.dtype == jnp.bfloat16 and w.dtype == jnp.float8_e4m3fn
+    block, filled = len(layout.used) // len(layout.group), np.asarray(layout.used) >= 0
+    expert = np.repeat(np.asarray(layout.group), block)
+    assert filled.sum() == rows and len(set(expert[filled])) > 1
+    ours, theirs = (np.asarray(a.astype(jnp.float8_e4m3fn), np.float32) for a in (x, w))
+    want = np.einsum("mk,mnk->mn", ours[filled], theirs[expert[filled]])
+    np.testing.assert_allclose(np.asarray(y, np.float32)[filled], want, rtol=2**-8, atol=1e-3)
+    whats = {about["what"] for about, _ in bench.all_jobs(False, True)}
+    assert set(bench.PEERS) - set(peer_torch.BYTES) <= whats
 
 
 def test_torch_runs_what_the_bench_does(capsys, tmp_path, monkeypatch):

@@ -20,8 +20,9 @@ GPU = jax.default_backend() == "gpu"
 QUICK = {} if GPU else {"xla_backend_optimization_level": 0}
 kernel = functools.partial(pallas_triton.route, interpret=not GPU)
 partial_logits = functools.partial(logits.partial_logits, interpret=not GPU)
-# M, E, k, replayed: no power of two among them; one tile of tokens and more; on a GPU the sizes of published models too
-SHAPES = [(1, 3, 1, False), (16, 40, 3, False), (70, 72, 2, True)]
+# M, E, k, replayed: no power of two among them; one tile of tokens and more; blocks of 8 to 32 rows; on a GPU the sizes
+# of published models, too
+SHAPES = [(1, 3, 1, False), (16, 40, 3, False), (70, 72, 2, True), (33, 20, 4, False), (40, 3, 2, False)]
 LARGE = [(64, 128, 8, False), (64, 128, 8, True), (256, 128, 8, True), (32, 512, 10, False), (5, 256, 8, True)]
 LARGE.append((2048, 8, 1, False))
 
