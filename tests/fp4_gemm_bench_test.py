@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -254,3 +256,26 @@ def test_only_is_a_pattern_of_descriptions(capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "--only='x' finds none of 3 jobs, which are such as {" in said
     assert "'(' is no regular expression: missing )" in said
+
+
+def test_children_do_what_is_left_after_one_that_died(tmp_path):
+    """By the jobs that --only leaves: a child that gets another list would do others under their names."""
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "three.py").write_text("""
+import os
+from pallas_kernels import jobs
+jobs.is_hopper = lambda device: True
+todo = [({"what": "a"}, lambda: {"us": 1}), ({"what": "b"}, lambda: os._exit(7)), ({"what": "c"}, lambda: {"us": 3})]
+jobs.main("kernel.three", "doc", lambda prove, bench: todo, lambda folder, rows: None)
+""")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}", "JAX_PLATFORMS": "cpu"}
+    for only, found, code in (
+        ("", [("a", 1), ("b", "the process ended with code 7"), ("c", 3)], 1),
+        ('"(b|c)"', [("b", "the process ended with code 7"), ("c", 3)], 1),
+        ('"[ac]"', [("a", 1), ("c", 3)], 0),
+    ):
+        command = [sys.executable, "-m", "kernel.three", "--bench", f"--only={only}", f"--out={tmp_path / 'out'}"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True)
+        rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+        assert [(row["what"], row.get("us") or row["error"]) for row in rows] == found
+        assert ended.returncode == code and ("1 jobs failed" in ended.stderr) == bool(code)
