@@ -22,7 +22,6 @@ BLOCK = 64  # slots a step
 _QUERIES = 16  # of a matrix product, at least
 _PROGRAMS = 256  # about two a multiprocessor of an H200
 _LEAST = 2 * BLOCK  # slots that a part is worth having for
-_WIDE = 128  # channels of a head for which eight warps are measured to be faster than four
 _FLOOR = -1e30  # a maximum over nothing, finite: differences of it are numbers
 
 
@@ -140,7 +139,7 @@ def _call(
         out_specs=out_specs + [cached] * caches,
         out_shape=out_shape + [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)[:caches]],
         input_output_aliases={len(given) - 2 + i: n + i for i in range(caches)},
-        compiler_params=plt.CompilerParams(num_warps=8 if d == _WIDE else 4, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
     )(*(a for a, _ in given.values()))
