@@ -65,7 +65,7 @@ def main(
         parser.error(f"--seconds={args.seconds:g} must be above 0")
     if args.child is None:
         jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to the child
-    tools = ("memcheck", "racecheck") if args.sanitize else ()
+    tools = ("memcheck", "racecheck", "synccheck", "initcheck") if args.sanitize else ()
     todo = [
         ({"sanitize": tool, "case": case}, functools.partial(sanitize, module, tool, case))
         for tool in tools
