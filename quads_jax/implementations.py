@@ -34,8 +34,7 @@ class Arranged:
 
     layer i32[]: the arrays have a further leading axis L, of all layers, of which this one is meant. A kernel reads it
     where it lies, while a slice of it would be a copy in every decode step. paired: its rows are gates and ups in the
-    order of `layout.pair_rows`, of which its product is silu(gate) * up, in bf16. ordered: blocks of K are in an order
-    of compensation, in which its GEMM quantizes the activations.
+    order of `layout.pair_rows`, of which its product is silu(gate) * up, in bf16.
     """
 
     packed: layout.Packed | Array
@@ -44,7 +43,6 @@ class Arranged:
     permuted: bool = dataclasses.field(default=False, metadata={"static": True})
     layer: Array | None = None
     paired: bool = dataclasses.field(default=False, metadata={"static": True})
-    ordered: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,20 +73,18 @@ class Stacked:
         return self.array[self.layer]
 
 
-def arrange(w: BlockTensor, permuted: bool, gated: bool = False, order: Array | None = None) -> Arranged:
+def arrange(w: BlockTensor, permuted: bool, gated: bool = False) -> Arranged:
     """A quantized weight for the GEMMs that read its format. gated: its rows are gates and ups, which are paired where
-    their number allows it. order i32[..., K/16], of NVFP4: into which its blocks of K are put; no number changes.
+    their number allows it.
     """
     paired = gated and w.shape[-2] % layout.ROWS == 0
     if w.fmt == FP8:
         rows = [layout.pair_rows(a, -2) if paired else a for a in (w.codes, w.global_scale)]
         numbers = jax.lax.bitcast_convert_type(rows[0], jnp.float8_e4m3fn)
         return Arranged(numbers, rows[1], w.fmt, permuted, paired=paired)
-    arrays = w.codes, w.block_scale
-    arrays = arrays if order is None else layout.reorder(*arrays, order)
-    flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in arrays), paired)
+    flat = layout.pack(*(a.reshape(-1, *a.shape[-2:]) for a in (w.codes, w.block_scale)), paired)
     packed = jax.tree.map(lambda a: a.reshape(*w.shape[:-2], *a.shape[1:]), flat)
-    return Arranged(packed, w.global_scale, w.fmt, permuted, paired=paired, ordered=order is not None)
+    return Arranged(packed, w.global_scale, w.fmt, permuted, paired=paired)
 
 
 class Grouped(NamedTuple):
@@ -196,8 +192,7 @@ def _checked_matmul(x: Array, w: layout.Packed, *, source: Array | None = None, 
 
 def _checked_quantized(x: Array, w: layout.Packed, **options: Any) -> Array:
     """The GEMM is compared, at what its quantizer would hand over; the quantizer itself is proven in its folder."""
-    rows, width = x.shape[0], options.get("residual", 0)
-    made_of = "residual", "mask", "order", "read", "norm", "swiglu"
+    rows, width, made_of = x.shape[0], options.get("residual", 0), ("residual", "mask", "read", "norm", "swiglu")
     product = {name: value for name, value in options.items() if name not in made_of}
     product["token_scale"] = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     if width:

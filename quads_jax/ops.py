@@ -49,7 +49,7 @@ from quads_jax.operands import (  # noqa: F401
     weight_operand,
     weight_unit,
 )
-from quads_jax.packed_ops import Quantized, block_order, unpack  # noqa: F401
+from quads_jax.packed_ops import Quantized, unpack  # noqa: F401
 from quads_jax.precision import LayerPrecision
 from quads_jax.quant.tensor import BlockTensor
 

@@ -25,7 +25,6 @@ from quads_jax.implementations import (
     is_automatic,
 )
 from quads_jax.operands import (
-    MASK_BLOCK,
     PERMUTED,
     Input,
     activation,
@@ -48,15 +47,10 @@ Array = jax.Array
 
 
 def unpack(
-    params: Any,
-    dtype: str,
-    implementation: str | None = None,
-    gated: Callable[[tuple], bool] = lambda path: False,
-    order: Callable[[tuple], Array | None] = lambda path: None,
+    params: Any, dtype: str, implementation: str | None = None, gated: Callable[[tuple], bool] = lambda path: False
 ) -> Any:
     """The same tree with every `BlockTensor` decoded to an `Operand`, or arranged for an implementation that reads it
-    packed: once a program instead of once a decode step. gated: whether the weight at a path has gates and ups. order:
-    of `block_order`, into which blocks of the weight at a path are put where it is arranged.
+    packed: once a program instead of once a decode step. gated: whether the weight at a path has gates and ups.
     """
 
     def one(path: tuple, leaf: Any) -> Any:
@@ -64,7 +58,7 @@ def unpack(
             return leaf
         automatic = implementation is None and can_read(None, leaf.fmt, dtype) and is_automatic(leaf.shape)
         if automatic or reads_packed(leaf, leaf.fmt, dtype, implementation):
-            return arrange(leaf, permuted=leaf.layout == PERMUTED, gated=gated(path), order=order(path))
+            return arrange(leaf, permuted=leaf.layout == PERMUTED, gated=gated(path))
         return decoded(leaf, dtype)
 
     known = lambda leaf: isinstance(leaf, BlockTensor | Arranged)  # noqa: E731
@@ -119,17 +113,6 @@ def _quantizing(implementation: str | None, p: LayerPrecision, width: int) -> Ca
     return choose_quantizing(implementation) if able and p.activation == p.weight else None
 
 
-def block_order(order: Array | None, p: LayerPrecision, implementation: str | None) -> Array | None:
-    """Of policy block, the blocks of K i32[..., K/16] by a channel order i32[..., K], those that are compensated first,
-    where the implementation's GEMM quantizes activations; None elsewhere, or where all or none are.
-    """
-    if order is None or p.residual is None or p.residual.policy != "block" or order.dtype == bool:
-        return None
-    width = order.shape[-1]
-    some = rac.num_channels(p.residual.ratio, width) not in (0, width)
-    return order[..., ::MASK_BLOCK] // MASK_BLOCK if some and _quantizing(implementation, p, width) else None
-
-
 def fuses(x: Array | Input, p: LayerPrecision, implementation: str | None) -> bool:
     """Whether x is left to the implementation's quantizer."""
     if not isinstance(x, Input) or p.permuted or x.dtype != "bfloat16":
@@ -155,8 +138,6 @@ def _raw_activation(
     channels = rac.num_channels(spec.ratio, width)
     if channels == 0 or spec.policy == "static" or (channels == width and spec.policy != "adaptive"):
         return x, made | {"residual": channels}
-    if isinstance(order, Stacked) and order.array.dtype == jnp.int32:
-        return x, made | {"residual": channels, "order": order.array.reshape(-1, order.array.shape[-1])}
     mask = order.array if isinstance(order, Stacked) else kept_blocks(chosen(order, channels))
     return x, made | {"residual": width, "mask": mask.reshape(-1, mask.shape[-1])}
 

@@ -47,8 +47,8 @@ def random_packed(model: ModelConfig, precision: Precision, seed: int) -> tuple[
     leaf by leaf, layer by layer: beside the result at most one layer of one leaf is in memory. Where the precision's
     implementation reads weights as they are stored, quantized ones are made in its order.
 
-    Weights have variance 1/K; codes are uniform bits, block scales lie in 0.5..1.9, norms are 1. Orders are random ones
-    of whole blocks, masks hold the share of `ratio` in each row.
+    Weights have variance 1/K; codes are uniform bits, block scales lie in 0.5..1.9, norms are 1. Orders are the natural
+    one, masks hold the share of `ratio` in each row.
     """
     key = jax.random.key(seed, impl="rbg")
     masters = jax.eval_shape(lambda k: init_params(model, k), jax.random.key(0))
@@ -56,11 +56,7 @@ def random_packed(model: ModelConfig, precision: Precision, seed: int) -> tuple[
     shapes = jax.eval_shape(functools.partial(pack, precision=precision), masters, orders)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_packed)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(leaves)))
-    known = {leaf_name(path): order for path, order in jax.tree_util.tree_leaves_with_path(orders)}
-    made = [
-        _leaf(k, names := leaf_name(path), leaf, precision, known.get(names))
-        for k, (path, leaf) in zip(keys, leaves, strict=True)
-    ]
+    made = [_leaf(k, leaf_name(path), leaf, precision) for k, (path, leaf) in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(tree, made), orders
 
 
@@ -74,19 +70,14 @@ def _orders(model: ModelConfig, precision: Precision, masters: Any) -> Any:
     ratio = max(spec.ratio for r in ROLES if (spec := precision.role(r).residual))
 
     def one(leaf: Any) -> Array:
-        width = leaf.shape[-1]
-        if leaf.dtype == bool:
-            return jnp.broadcast_to(jnp.arange(width) < 16 * round(ratio * width / 16), leaf.shape)
-        blocks = jax.random.permutation(jax.random.key(width), jnp.arange(width, dtype=jnp.int32).reshape(-1, 16))
-        return jnp.broadcast_to(blocks.reshape(-1), leaf.shape)
+        at = jnp.broadcast_to(jnp.arange(leaf.shape[-1], dtype=jnp.int32), leaf.shape)
+        return at if leaf.dtype != bool else at < 16 * round(ratio * leaf.shape[-1] / 16)
 
     return jax.tree.map(one, shapes)
 
 
-def _leaf(key: Array, names: tuple[str, ...], like: Any, precision: Precision, order: Array | None) -> Any:
-    """One parameter: arrays of `like`, a BlockTensor or an array of shapes alone, or what is arranged of it, by its
-    channel order.
-    """
+def _leaf(key: Array, names: tuple[str, ...], like: Any, precision: Precision) -> Any:
+    """One parameter: arrays of `like`, a BlockTensor or an array of shapes alone, or what is arranged of it."""
     layers = names[0].startswith("run_")
     if not is_packed(like):
         if names[-1] == "scale":
@@ -97,8 +88,7 @@ def _leaf(key: Array, names: tuple[str, ...], like: Any, precision: Precision, o
     parts = jax.random.split(key, 2)
     level = jnp.full(like.global_scale.shape, like.shape[-1] ** -0.5 / _root_mean_square(like.fmt), jnp.float32)
     how = {"dtype": precision.dtype, "implementation": precision.implementation}
-    blocks = ops.block_order(order, precision.role(gemm_role(names)), precision.implementation) if layers else None
-    unpack = functools.partial(ops.unpack, **how, gated=lambda path: names[-2:] == GATED, order=lambda path: blocks)
+    unpack = functools.partial(ops.unpack, **how, gated=lambda path: names[-2:] == GATED)
     arranged = jax.eval_shape(unpack, like)
     if isinstance(arranged, ops.Arranged):
         fills = {"uint32": _bits, "uint16": _scale_pairs, "float8_e4m3fn": _fp8}

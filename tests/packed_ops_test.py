@@ -88,19 +88,15 @@ def made(x, norm=None, swiglu=False):
     return ops.Input(x, *(norm or (None, 0.0)), "bfloat16").value() if swiglu or norm is not None else x
 
 
-def quantize(x, residual=0, mask=None, order=None, group=None, norm=None, swiglu=False):
+def quantize(x, residual=0, mask=None, group=None, norm=None, swiglu=False):
     """(values, residual or None, scale, what was quantized) of a quantizing implementation, from its definition."""
-    x = kept = made(x, norm, swiglu)
+    x = made(x, norm, swiglu)
     keep = jnp.arange(x.shape[1]) < residual
-    each = lambda table: table[jnp.maximum(group, 0) if len(table) > 1 else jnp.zeros(1, jnp.int32)]  # noqa: E731
     if mask is not None:
-        own = each(mask)
-        keep = keep & jnp.repeat(jnp.repeat(own != 0, 16, axis=1), len(x) // len(own), axis=0)
-    if order is not None:
-        blocks = jnp.repeat(own := each(order), len(x) // len(own), axis=0)
-        x = jnp.take_along_axis(x.reshape(len(x), -1, 16), blocks[:, :, None], axis=1).reshape(x.shape)
+        own = jnp.zeros(1, jnp.int32) if len(mask) == 1 else jnp.maximum(group, 0)
+        keep = keep & jnp.repeat(jnp.repeat(mask[own] != 0, 16, axis=1), len(x) // len(own), axis=0)
     values, left, scale = compensate(ops.round_bf16(x), NVFP4, keep)  # a cast that is undone XLA would drop
-    return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, kept
+    return values.astype(x.dtype), left[:, :residual].astype(x.dtype) if residual else None, scale, x
 
 
 def unread(y, read):
@@ -122,9 +118,9 @@ def unfilled(product, done=None):
     return call
 
 
-def quantizing(x, w, *, residual=0, mask=None, order=None, group=None, read=None, norm=None, swiglu=False, **kwargs):
+def quantizing(x, w, *, residual=0, mask=None, group=None, read=None, norm=None, swiglu=False, **kwargs):
     """What QUANTIZING_IMPLEMENTATIONS of NVFP4 promise."""
-    values, left, scale, _ = quantize(x, residual, mask, order, group, norm, swiglu)
+    values, left, scale, _ = quantize(x, residual, mask, group, norm, swiglu)
     return unread(fp4_reference.matmul(values, w, residual=left, token_scale=scale, group=group, **kwargs), read)
 
 

@@ -40,15 +40,12 @@ def test_the_order_is_the_gemms():
 
 SOME = prove.SOME[prove.SOME < 48][::-1]  # in any order
 MASKS = np.uint8(np.arange(3 * 12).reshape(3, 12) % 5 > 1)
-ORDERS = prove.orders(3, 192)
 CASES = {
     "none": (5, 128, 8, 0, {}),
     "leading": (21, 320, 8, 80, {}),
     "a layer's blocks": (21, 192, 16, 96, {"mask": MASKS, "group": np.int32([2])}),
-    "an expert's blocks": (48, 192, 16, 96, {"mask": MASKS, "group": np.int32([2, -1, 1])}),
+    "an expert's blocks": (48, 192, 16, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "stacked": True}),
     "rows that are read": (48, 192, 8, 96, {"mask": MASKS, "group": np.int32([2, -1, 1]), "read": SOME}),
-    "blocks in a layer's order": (21, 192, 16, 96, {"order": ORDERS, "group": np.int32([2])}),
-    "blocks in an expert's order": (48, 192, 16, 96, {"order": ORDERS, "group": np.int32([2, -1, 1]), "read": SOME}),
 }
 
 
@@ -69,12 +66,11 @@ FRONT_X = np.concatenate([prove.distributions(8, 192)["Student t(2)"], np.tile(p
 FRONT_GATES = np.concatenate([prove.gates(8, 192), np.tile(prove.hostile_gates(), 3)])
 
 
-@pytest.mark.parametrize("order", [None, prove.orders(1, 192)])
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_what_lies_in_front(swiglu, order):
+def test_what_lies_in_front(swiglu):
     """The kept activation is the model's but for float32's order; the values are bit for bit the kept one's."""
-    x, how = (FRONT_GATES, {"swiglu": True}) if swiglu else (FRONT_X, {"norm": FRONT_WEIGHT})
-    assert prove.exact(x, 8, 64, order=order, interpret=True, **how) == {"ok": True}
+    x, how = (FRONT_GATES, {"swiglu": True}) if swiglu else (FRONT_X, {"norm": FRONT_WEIGHT, "stacked": True})
+    assert prove.exact(x, 8, 64, interpret=True, **how) == {"ok": True}
 
 
 def ulps(a, b):
@@ -123,13 +119,7 @@ def test_the_proof_sees_a_mutation(name, monkeypatch):
         (np.ones((2, 24)), {}, "padded to a multiple of 16"),
         (np.ones((2, 32)), {"tokens": 12}, "tokens=12 is no power of two"),
         (np.ones((2, 32)), {"residual": 24}, "residual=24 is not a multiple of 16"),
-        (np.ones((2, 32)), {"mask": np.ones((1, 2), np.uint8)}, "but residual=0"),
-        (np.ones((2, 32)), {"residual": 16, "order": np.ones((1, 2))}, r"order is float64 .* pass int32 \[G, 2\]"),
-        (
-            np.ones((2, 32)),
-            {"residual": 16, "order": np.int32([[0, 1]]), "mask": np.ones((1, 2), np.uint8)},
-            "mask and order both choose",
-        ),
+        (np.ones((2, 32)), {"stacked": True}, "but residual=0"),
         (np.ones((2, 32)), {"residual": 16, "mask": np.ones((1, 2), bool)}, r"mask is bool .* pass uint8 \[G, 2\]"),
         (np.ones((2, 32)), {"residual": 16, "mask": np.ones((3, 2), np.uint8)}, "mask has 3 rows: pass group"),
         (
@@ -148,20 +138,20 @@ def test_bad_arguments(x, how, complaint):
         pallas_triton.quantize(x, **{"tokens": 8} | how)
 
 
-def stand_in(x, *, tokens, residual, mask, order, group, read, width, interpret, norm, swiglu):
+def stand_in(x, *, tokens, residual, mask, group, read, stacked, width, interpret, norm, swiglu):
     """The kernel's results by its definition: its interpreter is not the GEMM's."""
     whole = -(-x.shape[1] // 64) * 64
-    if order is not None:
-        x = x.reshape(len(x), -1, 16)[:, order[0]].reshape(x.shape)
     keep = np.arange(x.shape[1]) < residual
     if mask is not None:
         keep = keep & (mask[np.maximum(group, 0)].repeat(16, 1) != 0).repeat(len(x) // len(group), 0)
     values, left, scale = prove.expected(np.asarray(x, np.float32), keep)
     xs = prove.arranged(values, tokens, whole)
-    r = prove.arranged(left, tokens, width or 64)
+    r = prove.arranged(left, tokens, whole if stacked else width or 64)
+    if stacked:
+        xs = np.concatenate([a.reshape(-1, tokens, whole) for a in (xs, r)], 1).reshape(-1, whole)
     xs, r = (jnp.asarray(a.view(jnp.bfloat16)) for a in (xs, r))
     scale = jnp.asarray(np.pad(scale, (0, -len(scale) % tokens)))
-    return pallas_triton.Operands(xs, r if residual else None, scale)
+    return pallas_triton.Operands(xs, r if residual and not stacked else None, scale)
 
 
 @pytest.mark.skipif(not compat.INTERPRETER, reason="this JAX has no public interpreter of Mosaic GPU kernels")
@@ -191,14 +181,8 @@ def test_the_gemm_takes_them(m, n, k, residual, experts, config, monkeypatch):
         jnp.asarray(values, jnp.bfloat16), w, residual=left, token_scale=jnp.asarray(scale)[:, None], **scales
     )
     monkeypatch.setattr(pallas_triton, "quantize", stand_in)
-    how = {"residual": residual, "mask": mask, "config": config, "interpret": True} | scales
-    order = None
-    if experts is None and residual:  # the same blocks are compensated, in another order
-        order = np.roll(np.arange(k // 16, dtype=np.int32), 2)[None]
-        order[0] = np.concatenate([b := order[0][order[0] < residual // 16], np.setdiff1d(order[0], b)[::-1]])
-        w = layout.pack(*layout.reorder(*(a[0] for a in layout.unpack(w)), order[0]))
     with compat.interpreted():
-        got = mosaic.quantized_matmul(x, w, order=order, **how)
+        got = mosaic.quantized_matmul(x, w, residual=residual, mask=mask, config=config, interpret=True, **scales)
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-7 * np.abs(want).max())
 
 
@@ -217,8 +201,8 @@ def test_every_job_can_be_called(capsys):
         if about.get("K") == 768 and about["M"] in (16, 4096):
             m, k = about["M"], about["K"]
             given = jax.eval_shape(functools.partial(bench.operands, m=m, k=k, what=about["what"]), jax.random.key(0))
-            for apart in (False, True)[: 1 + (about["what"] in bench.FUSED)]:
-                made = jax.eval_shape(bench.kernel(m, k, about["what"], apart), *given)
+            for make in (bench.kernel, bench.separate)[: 1 + (about["what"] in bench.FUSED)]:
+                made = jax.eval_shape(make(m, k, about["what"]), *given)
                 assert jax.tree.leaves(made)[0].shape[1] == k
     row = {"us": 2.0, "p10": 1.9, "p90": 2.1, "TB/s": 1.0, "of_copy": 0.75, "copy_us": 1.5, "of_apart": 1.2}
     bench.report(None, [about | row | {"apart_us": 2.4} for about, _ in todo[-1:]])

@@ -136,12 +136,12 @@ SOME = prove.sources(24, 5)
 @pytest.mark.parametrize(
     "dtype, source, how",
     [
-        (prove.BF16, SOME, {"residual": 96}),
-        (prove.BF16, SOME, {"residual": 32, "width": 96, "fill": False}),
+        (prove.BF16, SOME, {"residual": 96, "tile": 8}),
+        (prove.BF16, SOME, {"residual": 32, "width": 96, "tile": 4, "fill": False}),
         (prove.BF16, SOME, {"residual": 32, "width": 64}),
         (prove.E4M3, SOME, {"fill": False}),
         (prove.E4M3, np.full(8, -1, np.int32), {}),
-        (prove.BF16, np.full(8, 4, np.int32), {"residual": 96}),
+        (prove.BF16, np.full(8, 4, np.int32), {"residual": 96, "tile": 4}),
     ],
     ids=str,
 )
@@ -170,7 +170,7 @@ def test_the_proof_of_the_gather_sees(mistake, monkeypatch):
         return real(source, x, r, scale, fill=fill, **how)
 
     monkeypatch.setattr(gather, "rows", wrong)
-    row = prove.exact(prove.BF16, 5, 96, SOME, residual=96, interpret=not GPU)
+    row = prove.exact(prove.BF16, 5, 96, SOME, residual=96, tile=8, interpret=not GPU)
     assert not row["ok"] and row["of"] == ("scale" if mistake.startswith("z") else "x")
 
 
@@ -180,6 +180,7 @@ def test_gather_refused():
         ({"source": source.astype(jnp.int8)}, r"source is int8 \(12,\) of rows .*: pass int32 \[P\] and T rows"),
         ({"scale": jnp.zeros(6)}, r"'scale': \(6, 1\)\}: pass int32"),
         ({"r": x, "width": 64}, r"r is bfloat16 \(5, 96\) beside bfloat16, for width=64: pass one dtype, S at most"),
+        ({"r": x, "tile": 8}, "tile=8 of P=12 rows, .*: pass a divisor of P, and an r as wide as x"),
     ):
         with pytest.raises(ValueError, match=message):
             gather.rows(**{"source": source, "x": x} | change)

@@ -32,7 +32,7 @@ SANITIZED = (
     "16 192 256 experts=6",
     f"16 640 768 {Config(16, 2, 3, 2, 1, False, 7)} experts=40 residual=384 fill=False ends=True",
     f"37 512 1024 {Config(16, 2, 4, 4, 2, parts=2)}",
-    "gates and ups 16 residual=1024 ends=True",
+    "gates and ups 16 residual=2048 ends=True",
 )
 PEERS = ("BF16 XLA", "FP8 XLA", "FP8 our kernel")
 
@@ -69,8 +69,8 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
     w = jax.eval_shape(lambda: measure.packed(jax.random.key(0), shape))
     rows = -(-m // 8) * 8 if groups else m
     ready = "W4A16" + measure.READY
-    tiled = candidates(rows, w, groups, 0)[1:tilings]
-    small = not groups and tiling.choose(rows, w, 0, None).splits > 1  # launches count: without the arrangement's
+    tiled = candidates(rows, w, groups, False)[1:tilings]
+    small = not groups and tiling.choose(rows, w, False, None).splits > 1  # launches count: without the arrangement's
     for kind, more in (("W4A16", tiled[:2] if small else tiled), (ready, tiled if small else [])):
         yield job(kind, measure.fp4, kind, None, config="rule")
         for c in more:
@@ -79,7 +79,7 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
     yield job("FP8 XLA", measure.xla, "float8_e4m3fn")
     if groups is None:
         tokens = next(t for t in tiling.TOKEN_TILES if t >= m)
-        splits = tiling.choose(m, w, 0, None).splits
+        splits = tiling.choose(m, w, False, None).splits
         plain = [Config(tokens, *rest, splits) for rest in (((4, 3, 2), (2, 5, 4)) if tokens <= 64 else ((2, 3, 2),))]
         for c in plain:
             if shape.k % (c.columns * splits * layout.TILE) == 0:
@@ -87,19 +87,19 @@ def _timings(shape: Shape, m: int, tilings: int) -> Iterator[Job]:
     for kind in measure.KINDS[1:]:
         yield job(kind, measure.fp4, kind, None, config="rule")
         if kind == "RAC half" and tilings > 4:
-            for c in candidates(rows, w, groups, shape.k // 2)[1 : tilings // 2 + 1]:
+            for c in candidates(rows, w, groups, True)[1 : tilings // 2 + 1]:
                 yield job(kind, measure.fp4, kind, c, config=c)
 
 
-def candidates(rows: int, w: layout.Packed, groups: int | None, residual: int) -> list[Config]:
+def candidates(rows: int, w: layout.Packed, groups: int | None, compensated: bool) -> list[Config]:
     """Tilings to try, the rule's first; those that do not fit are left out."""
-    rule = tiling.choose(rows, w, residual, groups)
+    rule = tiling.choose(rows, w, compensated, groups)
     change = functools.partial(dataclasses.replace, rule)
     found = [rule]
     if groups is not None:
         found += [change(blocks=n) for n in (0, tiling.MULTIPROCESSORS) if n != rule.blocks]
         change = functools.partial(change, blocks=0)  # as the others need
-    if residual:
+    if compensated:
         found.append(change(stacked=not rule.stacked, warpgroups=2))
     if rule.splits > 1:  # a small layer: parts of K that need no second kernel
         for parts, columns, stages in ((4, 2, 8), (4, 4, 8), (4, 2, 4), (4, 1, 8), (2, 4, 4)):
@@ -109,7 +109,7 @@ def candidates(rows: int, w: layout.Packed, groups: int | None, residual: int) -
     large = ((2, 4, 4), (4, 3, 4), (2, 3, 4), (4, 4, 2), (1, 6, 2), (1, 4, 2), (2, 2, 2))
     for columns, stages, warpgroups in small if rule.tokens <= 16 else large:
         found.append(change(columns=columns, stages=stages, warpgroups=warpgroups))
-    return [c for c in dict.fromkeys(found) if _fits(c, w, residual > 0, rows if groups else None)]
+    return [c for c in dict.fromkeys(found) if _fits(c, w, compensated, rows if groups else None)]
 
 
 def _fits(c: Config, w: layout.Packed, compensated: bool, block: int | None) -> bool:

@@ -3,8 +3,7 @@
 The operands are swapped: a warpgroup decodes a 64 x 64 tile of the weight to bf16 as the A operand of wgmma, and
 activations, [tokens, K] in shared memory, are B. A block of threads is some warpgroups that multiply, each with 64 rows
 of N and all with the same tokens, and one that only copies: weights, scales and activations come by TMA through
-`stages` buffers. Residual activations are a second wgmma on the same decoded registers, or further columns of the one,
-in the leading part of K that has them.
+`stages` buffers. Residual activations are a second wgmma on the same decoded registers, or further columns of the one.
 
 K is split in two ways, always summed in a fixed order: over warpgroups of a block that take every `parts`-th step, or
 over blocks whose sums XLA adds.
@@ -72,6 +71,11 @@ def stacked_tokens(c: Config) -> int:
     return c.tokens * (1 + c.stacked)
 
 
+def unit(c: Config, halved: bool) -> int:
+    """Tokens whose residuals follow them, where they are rows of one array: so the used half of a tile is its first."""
+    return c.tokens // 2 if halved else c.tokens
+
+
 def swizzled(columns: int) -> tuple[Any, Any]:
     """How rows of 128 bytes, `columns` elements, must lie in shared memory for wgmma."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
@@ -79,9 +83,9 @@ def swizzled(columns: int) -> tuple[Any, Any]:
 
 class Task(NamedTuple):
     """A tile of the output and its part of K: tile m of tokens, group n of row tiles, part `split`, of the weight
-    `matrix`; `count` steps, none for rows without a matrix, of which the leading `compensated` have residual channels
-    (None: there is no residual). Step i reads stage first + i of K where it is compensated, else plain + i. second:
-    below 0 where the second half of its tokens holds none (None: it is not known).
+    `matrix`; steps first .. first + count - 1, none for rows without a matrix, of which the leading `compensated` have
+    residual channels (None: there is no residual). second: below 0 where the second half of its tokens holds none
+    (None: it is not known).
     """
 
     m: Any
@@ -89,7 +93,6 @@ class Task(NamedTuple):
     split: Any
     matrix: Any
     first: Any
-    plain: Any
     count: Any
     compensated: Any
     second: Any = None
@@ -108,7 +111,7 @@ class FourBit:
     @classmethod
     def output(cls, c: Config, operands: dict[str, Array], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, int]:
         """What the kernel writes, [splits, M', N'], and the number of its tasks."""
-        m_tiles, rows = operands["x"].shape[0] // c.tokens, cls.rows(operands["words"])
+        m_tiles, rows = operands["x"].shape[0] // stacked_tokens(c), cls.rows(operands["words"])
         out = jax.ShapeDtypeStruct((c.splits, m_tiles * c.tokens, rows // (1 + cls.gated)), dtype)
         return out, m_tiles * (rows // TILE // c.rows) * c.splits
 
@@ -123,6 +126,7 @@ class FourBit:
         self.c, self.gmem, self.out, self.smem, self.fill = c, gmem, out, smem, fill
         self.tasks, self.blocks = grid
         self.interpret = "a_smem" in smem
+        self.unit = unit(c, "used" in gmem)
         self.width_out = TILE // (1 + self.gated)  # columns of the output by a tile of the weight
         self.width = smem["x_smem"].shape[-1]
         wg = lax.axis_index("wg")
@@ -150,24 +154,15 @@ class FourBit:
         m, n, split = self.tile(index)
         steps = gmem["x"].shape[1] // self.width
         count, matrix = steps // c.splits, 0
-        first = plain = split * count
+        first = split * count
         compensated = second = None
-        if "r" in gmem:
-            total = gmem["r"].shape[1] // self.width
-            if total == steps:
-                compensated = count
-            elif total % c.splits:
-                compensated = jnp.clip(total - first, 0, count)
-            else:  # each part of K has as many
-                compensated = total // c.splits
-                first, plain = split * compensated, total - compensated + split * (count - compensated)
         if entry is not None:
             group, second = entry
-            matrix, all_of = jnp.maximum(group, 0), compensated is count
-            count = jnp.where(group < 0, 0, count)
-            if compensated is not None:
-                compensated = count if all_of else jnp.minimum(compensated, count)
-        return Task(m, n, split, matrix, first, plain, count, compensated, second)
+            matrix, count = jnp.maximum(group, 0), jnp.where(group < 0, 0, count)
+        if "r" in gmem:
+            total = gmem["r"].shape[1] // self.width
+            compensated = count if total == steps else jnp.clip(total - first, 0, count)
+        return Task(m, n, split, matrix, first, count, compensated, second)
 
     def each_task(self, body: Callable[[Task, Any], Any], carry: Any) -> Any:
         """carry = body(task, carry) for each task of this block, whose entry is read during the one before."""
@@ -189,8 +184,7 @@ class FourBit:
         x = plgpu.SMEM((c.stages, stacked_tokens(c), c.columns * TILE), jnp.bfloat16, transforms=swizzled(TILE))
         words = plgpu.SMEM((c.stages, c.rows, 2 * c.columns, 256), jnp.uint32)
         scales = plgpu.SMEM((c.stages, c.rows, c.columns, 128), jnp.uint16)
-        apart = {"r_smem": x} if "r" in operands and not c.stacked else {}
-        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | apart
+        return {"x_smem": x, "words_smem": words, "scales_smem": scales} | ({"r_smem": x} if "r" in operands else {})
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 3) -> dict[str, Any]:
@@ -204,17 +198,16 @@ class FourBit:
         return {
             "words": self.gmem["words"].at[task.matrix, rows, pl.ds(k * 2 * c.columns, 2 * c.columns)],
             "scales": self.gmem["scales"].at[task.matrix, rows, pl.ds(k * c.columns, c.columns)],
-            "x": self._tokens("x", task, k),
+            "x": self._tokens("x", task, k, stacked_tokens(c)),
         }
 
-    def _tokens(self, name: str, task: Task, k: Any, share: int = 1) -> Any:
-        """What step k copies of x or the residual: the first of `share` parts of the tile."""
-        c = self.c
-        return self.gmem[name].at[pl.ds(task.m * c.tokens, c.tokens // share), pl.ds(k * self.width, self.width)]
+    def _tokens(self, name: str, task: Task, k: Any, rows: int, share: int = 1) -> Any:
+        """What step k copies of x or the residual, whose tiles have `rows` rows: the first of `share` parts of them."""
+        return self.gmem[name].at[pl.ds(task.m * rows, rows // share), pl.ds(k * self.width, self.width)]
 
     def multiply(self, acc: Any, slot: Any, compensated: bool) -> None:
         """Starts the products of a stage; all but the last tile's are done on return."""
-        row, smem, apart = self.row, self.smem, compensated and not self.c.stacked
+        row, smem = self.row, self.smem
         for t in range(self.c.columns):
             words, scales = smem["words_smem"].at[slot, row, pl.ds(2 * t, 2)], smem["scales_smem"].at[slot, row, t]
             if self.interpret:
@@ -223,9 +216,9 @@ class FourBit:
                 a = decode.in_registers(words, scales)
             tokens, channels = pl.ds(0, acc.shape[1]), pl.ds(TILE * t, TILE)
             plgpu.wgmma(acc, a, smem["x_smem"].at[slot, tokens, channels].transpose((1, 0)))
-            if apart:
+            if compensated:
                 plgpu.wgmma(acc, a, smem["r_smem"].at[slot, tokens, channels].transpose((1, 0)))
-            plgpu.wgmma_wait(1 + apart)  # the tile before is done: its registers are free
+            plgpu.wgmma_wait(1 + compensated)  # the tile before is done: its registers are free
 
     def produce(self) -> None:
         """Copies each step's operands as soon as its buffer is free, and waits until all are used."""
@@ -237,28 +230,32 @@ class FourBit:
         c, smem = self.c, self.smem
 
         def copy(task, i, slot, done, compensated):
-            k = (task.first if compensated else task.plain) + i
+            k = task.first + i
             pl.when(done >= c.stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
             for name, source in self.copies(task, k).items():
                 full = smem["full"].at[slot]
                 if name == "x":
-                    copy_tokens(name, smem["x_smem"], full, task, k, slot)
+                    copy_tokens(name, source, full, task, k, slot)
                 else:
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], full)
-            if compensated and "r_full" in smem:
-                copy_tokens("r", smem["x_smem" if c.stacked else "r_smem"], smem["r_full"].at[slot], task, k, slot)
+            if compensated:
+                copy_tokens("r", self._tokens("r", task, k, c.tokens), smem["r_full"].at[slot], task, k, slot)
 
-        def copy_tokens(name, target, full, task, k, slot):
-            def part(share):
-                rows = c.tokens // share
-                behind = rows if name == "r" and c.stacked else 0  # those of x
-                target_rows = target.at[slot, pl.ds(behind, rows)]
-                plgpu.copy_gmem_to_smem(self._tokens(name, task, k, share), target_rows, full)
+        def copy_tokens(name, source, full, task, k, slot):
+            target = smem[f"{name}_smem"]
+            rows = target.shape[1]
+
+            def whole():
+                plgpu.copy_gmem_to_smem(source, target.at[slot], full)
+
+            def half():
+                part = self._tokens(name, task, k, rows, 2)
+                plgpu.copy_gmem_to_smem(part, target.at[slot, pl.ds(0, rows // 2)], full)
 
             if task.second is None:
-                return part(1)
-            pl.when(task.second < 0)(lambda: part(2))
-            pl.when(task.second >= 0)(lambda: part(1))
+                return whole()
+            pl.when(task.second < 0)(half)
+            pl.when(task.second >= 0)(whole)
 
         def steps(task, carry):
             def step(i, carry, compensated):
@@ -282,42 +279,36 @@ class FourBit:
 
         def product(task, slot, share=1):
             tokens = c.tokens // share
-            place = pl.ds(task.m * c.tokens, tokens)
-            early = c.tokens <= tiling.EARLY_SCALES and not self.gated  # the products hide reading them
-            scales = self._scales(task, place) if early else None
+            n = self.unit if c.stacked else tokens
+            places = [pl.ds(task.m * c.tokens + i, n) for i in range(0, tokens, n)]
+            early = [None] * len(places)
+            if c.tokens <= tiling.EARLY_SCALES and not self.gated:  # the products hide reading them
+                early = [self._scales(task, place) for place in places]
 
-            def sums(columns, slot, *which):
-                def scope(acc):
-                    def step(i, slot, compensated):
-                        plgpu.barrier_wait(smem["full"].at[slot])
-                        if compensated and "r_full" in smem:
-                            plgpu.barrier_wait(smem["r_full"].at[slot])
-                        self.multiply(acc, slot, compensated)
-                        plgpu.wgmma_wait(int(self.late))
-                        if self.late:
-                            first = i == self.part
-                            pl.when(~first)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
-                        else:
-                            plgpu.barrier_arrive(smem["empty"].at[slot])
-                        return self._next(slot, c.parts)
-
-                    after = self._loop(task, step, slot, self.part, c.parts, which)
+            def scope(acc):
+                def step(i, slot, compensated):
+                    plgpu.barrier_wait(smem["full"].at[slot])
+                    if compensated:
+                        plgpu.barrier_wait(smem["r_full"].at[slot])
+                    self.multiply(acc, slot, compensated)
+                    plgpu.wgmma_wait(int(self.late))
                     if self.late:
-                        plgpu.wgmma_wait(0)
-                        pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
-                    return acc[...], after
+                        first = i == self.part
+                        pl.when(~first)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(slot)]))
+                    else:
+                        plgpu.barrier_arrive(smem["empty"].at[slot])
+                    return self._next(slot, c.parts)
 
-                return pl.run_scoped(scope, plgpu.ACC((TILE, columns)))
+                after = self._loop(task, step, slot, self.part, c.parts)
+                if self.late:
+                    plgpu.wgmma_wait(0)
+                    pl.when(task.count > 0)(lambda: plgpu.barrier_arrive(smem["empty"].at[self._before(after)]))
+                return acc[...], after
 
-            if c.stacked:
-                y, slot = sums(2 * tokens, slot, True)
-                y = y[:, :tokens] + y[:, tokens:]
-                if task.compensated is not task.count:
-                    rest, slot = sums(tokens, slot, False)
-                    y = y + rest
-            else:
-                y, slot = sums(tokens, slot, True, False)
-            self._finish(task, place, y, scales)
+            y, slot = pl.run_scoped(scope, plgpu.ACC((TILE, stacked_tokens(c) // share)))
+            for i, (place, scales) in enumerate(zip(places, early, strict=True)):
+                sums = y[:, 2 * i * n : (2 * i + 1) * n] + y[:, (2 * i + 1) * n : (2 * i + 2) * n] if c.stacked else y
+                self._finish(task, place, sums, scales)
             return slot
 
         def half_or_whole(task, slot):
@@ -335,17 +326,9 @@ class FourBit:
         return jnp.where(slot == 0, self.c.stages - 1, slot - 1)
 
     def _loop(
-        self,
-        task: Task,
-        step: Callable[[Any, Any, bool], Any],
-        carry: Any,
-        start: Any = 0,
-        stride: int = 1,
-        which: tuple[bool, ...] = (True, False),
+        self, task: Task, step: Callable[[Any, Any, bool], Any], carry: Any, start: Any = 0, stride: int = 1
     ) -> Any:
-        """carry = step(i, carry, compensated) for every stride-th step of a task from `start` on. which: of those that
-        are compensated, of those that are not.
-        """
+        """carry = step(i, carry, compensated) for every stride-th step of a task from `start` on."""
 
         def number(end: Any) -> Any:
             return end if stride == 1 else lax.div(end - start + (stride - 1), stride)
@@ -356,8 +339,8 @@ class FourBit:
         first = 0
         if task.compensated is not None:
             first = number(task.compensated)
-            carry = loop(0, first, carry, True) if True in which else carry
-        if task.compensated is not task.count and False in which:
+            carry = loop(0, first, carry, True)
+        if task.compensated is not task.count:
             carry = loop(first, number(task.count), carry, False)
         return carry
 

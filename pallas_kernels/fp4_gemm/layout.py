@@ -108,22 +108,6 @@ def pack(codes: Array, block_scales: Array, paired: bool = False) -> Packed:
     return Packed(words, scales, n, 2 * half, paired)
 
 
-def reorder(codes: Array, block_scales: Array, order: Array) -> tuple[Array, Array]:
-    """Codes u8[..., N, K/2] and scales u8[..., N, K/16] of the same weight with its blocks of 16 channels in the order
-    i32[..., K/16], of the first leading axes: block b of the result is block order[b].
-    """
-
-    def moved(a: Array, order: Array) -> Array:
-        return jnp.take(a, order, axis=-2)
-
-    for _ in order.shape[:-1]:
-        moved = jax.vmap(moved)
-    codes, block_scales = (
-        moved(a.reshape(*block_scales.shape, -1), order).reshape(a.shape) for a in (codes, block_scales)
-    )
-    return codes, block_scales
-
-
 def unpack(w: Packed) -> tuple[Array, Array]:
     """The inverse of `pack`: (codes u8[E, N, K/2], block scales u8[E, N, K/16])."""
     experts, rows, tiles, _ = w.scales.shape

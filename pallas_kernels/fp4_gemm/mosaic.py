@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.fp4_gemm import layout, reference, tiling
+from pallas_kernels.fp4_gemm import block, layout, reference, tiling
 from pallas_kernels.fp4_gemm.block import FourBit, Gated, run
 from pallas_kernels.fp4_gemm.layout import ROWS, TILE, Packed
 from pallas_kernels.fp4_gemm.tiling import Config
@@ -39,15 +39,20 @@ def matmul(
     """
     reference.check(x, w, residual, token_scale, channel_scale, group, out_dtype, arranged, source, used, gated)
     rows = x.shape[0] if source is None else source.shape[0]
-    c = _config(config, rows, w, 0 if residual is None else residual.shape[1], group)
+    c = _config(config, rows, w, residual is not None, group)
     x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
     token = None if token_scale is None else token_scale[:, 0]
-    width = None if r is None else _residual_width(c, r.shape[1])
+    width = None if r is None else x.shape[1] if c.stacked else _residual_width(c, r.shape[1])
     used = used if halved(c, fill) else None
+    unit = block.unit(c, used is not None)
     if source is not None:
-        x, r, token = gather.rows(source, x, r, token, width=width, fill=fill, interpret=interpret)
+        how = {"width": width, "tile": unit if c.stacked else None, "fill": fill, "interpret": interpret}
+        x, r, token = gather.rows(source, x, r, token, **how)
     else:
         x, r = _padded(x, c.tokens, 0), None if r is None else _padded(r, c.tokens, width)
+        if c.stacked:
+            tiles = [a.reshape(-1, unit, width) for a in (x, r)]
+            x, r = jnp.concatenate(tiles, axis=1).reshape(-1, width), None
     operands = {"x": x} | ({} if r is None else {"r": r})
     return _product(operands, w, c, rows, token, channel_scale, group, used, out_dtype, fill, interpret)
 
@@ -58,7 +63,6 @@ def quantized_matmul(
     *,
     residual: int = 0,
     mask: Array | None = None,
-    order: Array | None = None,
     channel_scale: Array | None = None,
     group: Array | None = None,
     read: Array | None = None,
@@ -73,19 +77,20 @@ def quantized_matmul(
 ) -> Array:
     """`matmul` of the NVFP4 activations, a global scale a token, that `quantize_residual` makes of x bf16[M, K] in the
     kernel's order: W4A4, or RAC of the `residual` leading channels, of which `mask` keeps some blocks: u8[1, K/16], or
-    a matrix its own, u8[E, K/16]. order: likewise i32, of w whose blocks of K `layout.reorder` put so.
+    a matrix its own, u8[E, K/16].
 
-    Other arguments and errors as `matmul`, x, residual, mask, order, read, norm and swiglu as
+    Other arguments and errors as `matmul`, x, residual, mask, read, norm and swiglu as
     `quantize_residual.pallas_triton.quantize`.
     """
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
     reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None, used, gated)
-    c = _config(config, x.shape[0], w, residual, group)
-    width = _residual_width(c, residual) if residual else None
-    how = {"residual": residual, "mask": mask, "order": order, "group": group, "read": read}
+    c = _config(config, x.shape[0], w, residual > 0, group)
+    width = None if c.stacked or not residual else _residual_width(c, residual)
+    how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
     used = used if halved(c, fill) else None
-    quantized = pallas_triton.quantize(x, tokens=c.tokens, **how)
+    tokens = block.unit(c, used is not None) if c.stacked else c.tokens
+    quantized = pallas_triton.quantize(x, tokens=tokens, **how)
     operands = {"x": quantized.x} | ({} if quantized.r is None else {"r": quantized.r})
     scale = quantized.scale[: x.shape[0]]
     return _product(operands, w, c, x.shape[0], scale, channel_scale, group, used, out_dtype, fill, interpret)
@@ -96,11 +101,11 @@ def halved(c: Config, fill: bool) -> bool:
     return not fill and c.tokens == tiling.HALVED and c.splits * c.parts == 1
 
 
-def _config(config: Config | None, rows: int, w: Packed, residual: int, group: Array | None) -> Config:
+def _config(config: Config | None, rows: int, w: Packed, compensated: bool, group: Array | None) -> Config:
     groups = None if group is None else group.shape[0]
     rows_each = groups and rows // groups
-    c = config or tiling.choose(rows_each or rows, w, residual, groups)
-    tiling.check(c, w, residual > 0, rows_each)
+    c = config or tiling.choose(rows_each or rows, w, compensated, groups)
+    tiling.check(c, w, compensated, rows_each)
     return c
 
 

@@ -244,14 +244,8 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(8, 1536, 2048, experts=40, residual=2048, fill=False)
     add(16, 1536, 2048, experts=40, residual=2048, arranged=True, tokens=64, fill=False)
     add(32, 1536, 2048, experts=20, residual=1024, arranged=True, tokens=64)
-    for options in ({}, {"residual": 2048}, {"residual": 1024}):
+    for options in ({}, {"residual": 2048}, {"residual": 2048, "tokens": 64, "arranged": True}):
         add(16, 1536, 2048, experts=40, fill=False, ends=True, **options)
-        if options:
-            add(16, 1536, 2048, experts=40, fill=False, ends=True, tokens=64, arranged=True, **options)
-    for m in (8, 16, 32):
-        add(m, 640, 768, experts=40, residual=384, fill=False, ends=True)
-    for m, n, k in ((16, 5120, 2048), (16, 2048, 4096), (64, 5120, 2048), (64, 2048, 4096)):
-        add(m, n, k, residual=k // 2)
     add(16, 640, 768, Config(16, 2, 3, 2, 1, False, 7), experts=40, residual=384, fill=False, ends=True)
     add(32, 640, 768, experts=40, residual=768, fill=False, ends=True)
     add(8, 192, 240, experts=6, residual=112, tokens=5)
@@ -271,14 +265,12 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     add(64, 2048, 4096)
     for (tokens, _, k, compensated), text in tiling.TUNED.items():  # a layer's matrix is one of several
         k = min(k, 4096)
-        for residual in (k // 2, k) if compensated else (0,):
-            add(tokens, 512, k, tiling.parse(text), experts=2, **({"residual": residual} if residual else {}))
+        add(tokens, 512, k, tiling.parse(text), experts=2, **({"residual": k} if compensated else {}))
     found.append(("gaussian 64 512 8192", functools.partial(gaussian, 64, 512, 8192)))
     found.append(("K=232 is refused", refused))
     for m, options in (
         (8, {"residual": 2048}),
         (16, {"residual": 2048, "ends": True}),
-        (16, {"residual": 1024, "ends": True}),
         (16, {"ends": True}),
         (32, {"residual": 1024}),
         (64, {}),

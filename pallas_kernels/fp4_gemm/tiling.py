@@ -92,21 +92,20 @@ TUNED = {
 }
 
 
-def choose(rows: int, w: Packed, residual: int, groups: int | None) -> Config:
-    """The tiling for `rows` rows of x, or `groups` blocks of as many rows each, with `residual` channels compensated:
-    TUNED's, or one by rule.
+def choose(rows: int, w: Packed, compensated: bool, groups: int | None) -> Config:
+    """The tiling for `rows` rows of x, or `groups` blocks of as many rows each: TUNED's, or one by rule.
 
     The rule: the smallest token tile that holds the rows, or the largest. Up to 32 tokens two blocks share a
     multiprocessor, beyond that registers allow one, with four warpgroups if possible; of 256 tokens stages are one tile
     of K, the fastest measured: with two, registers would spill outside the loop. Stages fill the shared memory, up to
     six; parts of K such that the waves of blocks end soonest, where a wave costs four stages more than its own. Up to
-    16 tokens a residual is stacked, and if possible ends with a stage. Of groups, as many blocks of threads as can be
-    resident share the tiles, in two large stages or three (up to 16 tokens 5 to 7 % faster than five smaller ones).
+    16 tokens a residual is stacked. Of groups, as many blocks of threads as can be resident share the tiles, in two
+    large stages or three (up to 16 tokens 5 to 7 % faster than five smaller ones).
     """
     fits = [t for t in TOKEN_TILES if groups is None or rows % t == 0]
     if not fits:
         raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")
-    tokens, compensated = next((t for t in fits if t >= rows), fits[-1]), residual > 0
+    tokens = next((t for t in fits if t >= rows), fits[-1])
     tuned = TUNED.get((tokens, w.n, w.k, compensated))
     if tuned is not None and (groups or 1) == 1 and rows <= tokens:
         return parse(tuned)
@@ -118,8 +117,6 @@ def choose(rows: int, w: Packed, residual: int, groups: int | None) -> Config:
     free = (_SHARED_BYTES - _SLACK_BYTES) // (1 if alone else 2) - _SLACK_BYTES
     many = (groups or 1) > 1 and tokens <= 16
     wide = (8, 4, 2, 1) if many else (4, 2, 1)
-    left = residual // TILE if residual % TILE == 0 and residual < w.k else 0
-    wide = [n for n in (8, 6, 4, 2, 1) if left % n == 0] if many and left else wide
     wide = (1,) if tokens >= MANY_TOKENS else (2, 1) if alone else wide
     stage = {n: Config(tokens, n, 1, warpgroups).stage_bytes(compensated) for n in wide}
     columns = next(n for n in stage if tiles % n == 0 and ((2 if many else 3) * stage[n] <= free or n == 1))

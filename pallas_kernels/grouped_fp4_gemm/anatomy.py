@@ -39,7 +39,7 @@ class NoActivations(FourBit):
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 2) -> dict[str, Any]:
-        return FourBit.barriers(c, False, copies)
+        return FourBit.barriers(c, compensated, copies)
 
     def copies(self, task: Task, k: Any) -> dict[str, Any]:
         return {name: source for name, source in super().copies(task, k).items() if name != "x"}
@@ -50,7 +50,7 @@ class NoCopies(FourBit):
 
     @staticmethod
     def barriers(c: Config, compensated: bool, copies: int = 1) -> dict[str, Any]:
-        return FourBit.barriers(c, False, copies)
+        return FourBit.barriers(c, compensated, copies)
 
     def produce(self) -> None:
         c, smem = self.c, self.smem
@@ -130,21 +130,21 @@ def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
     found: list[Job] = []
     for tokens in TOKENS if bench_too else ():
         for shape in SHAPES:
-            for residual in (shape.k // 2, shape.k, 0):
+            for stacked in (True, False):
                 for kind in PARTS:
-                    about = {"shape": shape.name, "tokens": tokens, "what": kind.__name__, "residual": residual}
-                    found.append((about, functools.partial(timed, kind, shape, tokens, residual)))
+                    about = {"shape": shape.name, "tokens": tokens, "what": kind.__name__}
+                    about |= {"residual": "stacked" if stacked else "none"}
+                    found.append((about, functools.partial(timed, kind, shape, tokens, stacked)))
     return found
 
 
-def operands(key: Array, shape: Shape, tokens: int, residual: int, c: Config) -> dict[str, Array]:
+def operands(key: Array, shape: Shape, tokens: int, c: Config) -> dict[str, Array]:
     """By name, as `fp4_gemm.mosaic` prepares them for `run`."""
     w, layout = measure.packed(key, shape), layout_of(key, shape, tokens * TOP_K)[0]
     rows = len(layout.used)
     halves = {"used": layout.used} if halved(c, fill=False) else {}
-    widths = {"x": shape.k} | ({"r": residual} if residual else {})
     return halves | {
-        **{name: jax.random.normal(key, (rows, width), jnp.bfloat16) for name, width in widths.items()},
+        "x": jax.random.normal(key, (rows * (1 + c.stacked), shape.k), jnp.bfloat16),
         "words": w.words,
         "scales": w.scales,
         "group": layout.group,
@@ -153,12 +153,12 @@ def operands(key: Array, shape: Shape, tokens: int, residual: int, c: Config) ->
     }
 
 
-def timed(kind: type[FourBit], shape: Shape, tokens: int, residual: int) -> Row:
+def timed(kind: type[FourBit], shape: Shape, tokens: int, stacked: bool) -> Row:
     """Microseconds of the kernel by the rule's tiling, and what its weights take at the bandwidth of memory."""
     block = block_of(shape, tokens * TOP_K)
     w = jax.eval_shape(lambda: measure.packed(jax.random.key(0), shape))
-    c = tiling.choose(block, w, residual, blocked.most_blocks(tokens * TOP_K, shape.experts, block))
-    make = jax.jit(functools.partial(operands, shape=shape, tokens=tokens, residual=residual, c=c))
+    c = tiling.choose(block, w, stacked, blocked.most_blocks(tokens * TOP_K, shape.experts, block))
+    make = jax.jit(functools.partial(operands, shape=shape, tokens=tokens, c=c))
     sets = [make(key) for key in timing.keys(shape.weights * 9 / 16)]
     active = float(np.mean([len(np.unique(np.asarray(s["group"]))) - 1 for s in sets]))
     least = 1e6 * active * shape.n * shape.k * 9 / 16 / timing.READ_BYTES
@@ -170,7 +170,7 @@ def timed(kind: type[FourBit], shape: Shape, tokens: int, residual: int) -> Row:
 def report(folder: Path, rows: list[Row]) -> None:
     """A line a part, by shape."""
     for row in (row for row in rows if "us" in row):
-        head = f"{row['shape']:24s} {row['tokens']:3d} tokens, residual {row['residual']:4d} {row['what']:14s}"
+        head = f"{row['shape']:24s} {row['tokens']:3d} tokens, residual {row['residual']:8s} {row['what']:14s}"
         spread, least = f"({row['p10']}-{row['p90']})", f"weights {row['weights_us']} us"
         print(f"{head} {row['us']:7.1f} us {spread}, {least}  {row['config']}")
 

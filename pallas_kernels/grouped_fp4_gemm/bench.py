@@ -64,7 +64,7 @@ def _timings(shape: Shape, rows: int) -> list[Job]:
     groups = padded_rows(shape, rows) // block
     for kind in measure.KINDS:
         add(kind, fp4, kind, None)
-        rule = tiling.choose(block, w, residual_of(shape, kind), groups)
+        rule = tiling.choose(block, w, kind.startswith("RAC"), groups)
         others = [dataclasses.replace(rule, blocks=n) for n in (0, 132, 264)] if kind == "W4A4" else []
         if kind == "W4A4" and rows in ROWS[:2]:
             sizes = ((4, 4, 4), (8, 2, 2), (4, 3, 2), (2, 6, 2), (4, 6, 1))
@@ -158,30 +158,22 @@ def reached(shape: Shape, rows: int, weight_bytes: float, active: float, times: 
     return times | {"active": round(active, 1)} | share
 
 
-def residual_of(shape: Shape, kind: str) -> int:
-    """Compensated channels of a kind."""
-    return {"RAC half": shape.k // 2, "RAC dense": shape.k}.get(kind, 0)
-
-
 def fp4(shape: Shape, rows: int, kind: str, config: Config | None, gated: bool = False) -> Row:
     """Our kernel with all that surrounds it but the layout, from bf16 rows to bf16 sums, or to what SwiGLU makes of
-    them. Half of the blocks of K are compensated in a random order.
+    them.
     """
-    block, residual = block_of(shape, rows), residual_of(shape, kind)
+    block = block_of(shape, rows)
+    residual = {"W4A4": 0, "RAC half": shape.k // 2}.get(kind, shape.k)
     how = {"out_dtype": jnp.bfloat16, "config": config, "gated": gated}
     how |= {} if kind == "W4A16" else {"residual": residual}
     product = functools.partial(mosaic.matmul if kind == "W4A16" else mosaic.quantized_matmul, **how)
     scale = jnp.ones((shape.experts, 1))
 
-    def fn(x, layout, given):
-        w, order = given
-        own = {"group": layout.group, "used": layout.used, "fill": False} | ({} if order is None else {"order": order})
+    def fn(x, layout, w):
+        own = {"group": layout.group, "used": layout.used, "fill": False}
         return sorted_rows.matmul(product, x, w, layout.sizes, block=block, channel_scale=scale, **own)
 
-    def weights(key):
-        order = jax.random.permutation(key, shape.k // 16).astype(jnp.int32)[None] if residual % shape.k else None
-        return dataclasses.replace(measure.packed(key, shape), paired=gated), order
-
+    weights = lambda key: dataclasses.replace(measure.packed(key, shape), paired=gated)  # noqa: E731
     return _timed(fn, shape, rows, 9 / 16, weights)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from jax import Array, lax
 from pallas_kernels import jobs, timing
 from pallas_kernels.jobs import Job, Row
 from pallas_kernels.quantize_residual import pallas_triton, prove
+from pallas_kernels.quantize_residual.pallas_triton import Operands
 
 ROWS, WIDTHS = (64, 4096, 1, 16, 256, 1024), (2048, 4096, 8192, 768)
-KINDS = ("W4A4", "RAC half", "RAC dense")
-FUSED = ("norm, RAC half", "SwiGLU, RAC half")  # the norm keeps what it quantizes, as in front of a router
+KINDS = ("W4A4", "RAC half", "RAC dense", "RAC stacked")
+FUSED = ("norm, RAC stacked", "SwiGLU, RAC stacked")  # the norm keeps what it quantizes, as in front of a router
 
 
 def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
@@ -41,20 +41,29 @@ def all_jobs(prove_too: bool, bench_too: bool) -> list[Job]:
     return found
 
 
-def how(m: int, k: int, what: str) -> dict[str, int]:
+def how(m: int, k: int, what: str) -> dict[str, int | bool]:
     """Arguments of `quantize` as the GEMM's tilings have them."""
     tokens = next((t for t in (8, 16, 32, 64) if t >= m), 128)
-    return {"tokens": tokens, "residual": 0 if what == "W4A4" else k // 32 * 16 if "half" in what else k}
+    return {
+        "tokens": tokens,
+        "residual": {"W4A4": 0, "RAC half": k // 32 * 16}.get(what, k),
+        "stacked": what.endswith("RAC stacked"),
+    }
 
 
-def kernel(m: int, k: int, what: str, apart: bool = False) -> Callable[..., Any]:
-    """Of `operands`, the kernel as it is measured; apart: XLA does what lies in front, and the kernel the rest."""
-    options = how(m, k, what) | ({} if apart else {"swiglu": what.startswith("SwiGLU")})
+def kernel(m: int, k: int, what: str) -> Callable[..., Operands]:
+    """The kernel as it is measured: of x, or for a norm of x and the weight f32[K]."""
+    options = how(m, k, what)
+    if what.startswith("norm"):
+        return lambda x, weight: pallas_triton.quantize(x, norm=(weight, prove.EPS), keep=True, **options)
+    return functools.partial(pallas_triton.quantize, swiglu=what.startswith("SwiGLU"), **options)
 
-    def fn(x: Array, order: Array | None = None, weight: Array | None = None) -> Any:
-        if not apart:
-            front = {} if weight is None else {"norm": (weight, prove.EPS), "keep": True}
-            return pallas_triton.quantize(x, order=order, **front, **options)
+
+def separate(m: int, k: int, what: str) -> Callable[..., tuple[Operands, Array]]:
+    """The same by two operations: XLA's of what lies in front, then the kernel."""
+    options = how(m, k, what)
+
+    def fn(x, weight=None):
         if weight is None:
             gate, up = jnp.split(x, 2, axis=1)
             y = jax.nn.silu(gate) * up
@@ -63,24 +72,24 @@ def kernel(m: int, k: int, what: str, apart: bool = False) -> Callable[..., Any]
             y = y * lax.rsqrt(jnp.mean(y * y, axis=1, keepdims=True) + prove.EPS)
             y = lax.reduce_precision(y, 8, 7) * lax.reduce_precision(weight, 8, 7)
         y = lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
-        return pallas_triton.quantize(y, order=order, **options), y
+        return pallas_triton.quantize(y, **options), y
 
     return fn
 
 
-def operands(key: Array, m: int, k: int, what: str) -> tuple[Array | None, ...]:
-    """Random ones: x, half of whose blocks are compensated in a measured order, and a norm's weight."""
-    swiglu = what.startswith("SwiGLU")
-    x = jax.random.normal(key, (m, 2 * k) if swiglu else (m, k), jnp.float32 if swiglu else jnp.bfloat16)
-    order = jax.random.permutation(key, k // 16).astype(jnp.int32)[None] if "half" in what else None
-    return (x, order) + ((jax.random.normal(key, (k,), jnp.float32),) if what.startswith("norm") else ())
+def operands(key: Array, m: int, k: int, what: str) -> tuple[Array, ...]:
+    """Random ones of `kernel`."""
+    if what.startswith("SwiGLU"):
+        return (jax.random.normal(key, (m, 2 * k), jnp.float32),)
+    x = jax.random.normal(key, (m, k), jnp.bfloat16)
+    return (x, jax.random.normal(key, (k,), jnp.float32)) if what.startswith("norm") else (x,)
 
 
 def fused(m: int, k: int, what: str) -> Row:
     """`measured`, and microseconds of the two operations."""
     row, keys = measured(m, k, what), timing.keys(6 * m * k)
     sets = [operands(key, m, k, what) for key in keys]
-    apart = timing.microseconds(kernel(m, k, what, apart=True), sets)["us"]
+    apart = timing.microseconds(separate(m, k, what), sets)["us"]
     return row | {"apart_us": apart, "of_apart": round(apart / row["us"], 2)}
 
 

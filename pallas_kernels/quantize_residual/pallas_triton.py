@@ -33,8 +33,9 @@ _HALF = ~0xFFF  # the leading 12 bits of a significand
 
 
 class Operands(NamedTuple):
-    """What the FP4 GEMM reads. x bf16[M', K'], r bf16[M', S'] or None, scale f32[M']. M', K' and S' are padded with
-    zeros. kept bf16[M, K]: what was quantized, in its own order, or None.
+    """What the FP4 GEMM reads. x bf16[M', K'], and r bf16[M', S'] or None; stacked, x is [2 M', K'] and holds `tokens`
+    rows of values, as many of their residuals, the next rows. scale f32[M']. M', K' and S' are padded with zeros. kept
+    bf16[M, K]: what was quantized, in its own order, or None.
     """
 
     x: Array
@@ -49,9 +50,9 @@ def quantize(
     tokens: int,
     residual: int = 0,
     mask: Array | None = None,
-    order: Array | None = None,
     group: Array | None = None,
     read: Array | None = None,
+    stacked: bool = False,
     width: int | None = None,
     norm: tuple[Array, float] | None = None,
     swiglu: bool = False,
@@ -62,19 +63,18 @@ def quantize(
 
     tokens: M is padded to a multiple of this power of two. residual: how many leading channels are compensated, a
     multiple of 16; 0 for none. mask: u8 [G, K/16], not 0 for the blocks among them whose residual is kept; None keeps
-    all. order: i32 [G, K/16], without a mask: block b of x and r is block order[b] of x as it is given. group: i32[B],
-    the row of a `mask` or `order` of several for each block of M / B rows, where B > 1 a multiple of `tokens`; below 0,
-    any. read: i32[C], rows of x, each once; others stay unwritten, None writes all. width: S', a multiple of 64; None
-    takes the next one.
+    all. group: i32[B], the row of a `mask` of several for each block of M / B rows, where B > 1 a multiple of `tokens`;
+    below 0, any. read: i32[C], rows of x, each once; others stay unwritten, None writes all. width: S', a multiple of
+    64; None takes the next one, or K' where `stacked`, see Operands.
     norm (weight f32[K], eps): the RMSNorm of x is quantized, bf16(x / rms) times bf16(weight). swiglu: x is f32[M, 2K],
     gate and up, and silu(gate) * up is quantized, rounded to bf16. keep: what was quantized is a result too.
     interpret: runs without a GPU, for tests. Raises ValueError for anything else.
     """
-    m, k = _check(x, tokens, residual, mask, order, group, read, norm, swiglu)
+    m, k = _check(x, tokens, residual, mask, group, read, stacked, norm, swiglu)
     tiles = -(-k // TILE)
     if width is None:
-        width = -(-residual // TILE) * TILE
-    if residual and (width % TILE or not residual <= width <= tiles * TILE):
+        width = tiles * TILE if stacked else -(-residual // TILE) * TILE
+    if residual and (width % TILE or not residual <= width <= tiles * TILE or stacked and width < tiles * TILE):
         raise ValueError(f"width={width} of a residual of {residual} channels: pass a multiple of {TILE}, or None")
     padded = -(-m // tokens) * tokens
     blocks = max(pl.next_power_of_2(tiles * TILE // BLOCK), TILE // BLOCK)
@@ -88,14 +88,16 @@ def quantize(
     def spec(m: int, *shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((rows, *shape), lambda i: (i, *(0 for _ in shape))) if read is None else whole(m, *shape)
 
-    def out(columns: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        half = _LOADS, TILE // _LOADS
-        shape = jax.ShapeDtypeStruct((padded, columns, *half), jnp.bfloat16)
-        return shape, spec(padded, blocks * BLOCK // TILE, *half)
+    def out(copies: int, columns: int) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        parts = tokens // rows  # of a tile of tokens
+        shape = padded // tokens, copies, tokens, columns, _LOADS, TILE // _LOADS
+        row = blocks * BLOCK // TILE, *shape[4:]
+        part = pl.BlockSpec((1, copies, rows, *row), lambda i: (i // parts, 0, i % parts, 0, 0, 0))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16), part if read is None else whole(*shape[:3], *row)
 
-    outputs = [out(tiles)]
-    if residual:
-        outputs.append(out(width // TILE))
+    outputs = [out(1 + stacked, tiles)]
+    if residual and not stacked:
+        outputs.append(out(1, width // TILE))
     outputs.append((jax.ShapeDtypeStruct((padded, 1), jnp.float32), spec(padded, 1)))
     if keep:
         outputs.append((jax.ShapeDtypeStruct((m, k // BLOCK, *_THREAD), jnp.bfloat16), spec(m, blocks, *_THREAD)))
@@ -104,17 +106,16 @@ def quantize(
     if norm is not None:
         operands.append(norm[0].reshape(1, k // BLOCK, *_THREAD))
         in_specs.append(whole(1, blocks, *_THREAD))
-    table = order if mask is None else mask
-    looked_up = [] if table is None else [table] if len(table) == 1 else [group, table]
+    looked_up = [] if mask is None else [mask] if len(mask) == 1 else [group, mask]
     looked_up += [] if read is None else [read]
     operands += looked_up
     in_specs += [whole(*a.shape) for a in looked_up]
     # of a row that is picked, a load of four gates a thread is one of four f32: nothing waits for a second one
     warps = rows * blocks * (2 if swiglu and read is not None else 1) // 32
-    how = {"residual": residual, "width": width, "ordered": order is not None, "interpret": interpret}
+    how = {"residual": residual, "width": width, "stacked": stacked, "interpret": interpret}
     how |= {"eps": None if norm is None else norm[1], "swiglu": swiglu, "keep": keep}
     results = pl.pallas_call(
-        functools.partial(_kernel, m=m, k=k, tables=0 if table is None else len(table), picks=read is not None, **how),
+        functools.partial(_kernel, m=m, k=k, masks=0 if mask is None else len(mask), picks=read is not None, **how),
         grid=(padded // rows if read is None else read.size,),
         in_specs=in_specs,
         out_specs=[s for _, s in outputs],
@@ -124,7 +125,7 @@ def quantize(
         name="quantize_residual_nvfp4",
     )(*operands)
     *values, scale, kept = results if keep else (*results, None)
-    values = [v.reshape(padded, -1) for v in values]
+    values = [v.reshape(v.shape[0] * v.shape[1] * tokens, -1) for v in values]
     kept = None if kept is None else kept.reshape(m, k)
     return Operands(values[0], values[1] if len(values) > 1 else None, scale[:, 0], kept)
 
@@ -134,9 +135,9 @@ def _check(
     tokens: int,
     residual: int,
     mask: Array | None,
-    order: Array | None,
     group: Array | None,
     read: Array | None,
+    stacked: bool,
     norm: Any,
     swiglu: bool,
 ) -> tuple[int, int]:
@@ -152,46 +153,42 @@ def _check(
         raise ValueError(f"tokens={tokens} is no power of two: pass the token tile of the GEMM")
     if residual % BLOCK or not 0 <= residual <= k:
         raise ValueError(f"residual={residual} is not a multiple of {BLOCK} from 0 to K={k}")
-    if not residual and mask is not None:
-        raise ValueError("mask says something about a residual, but residual=0: leave it out")
+    if not residual and (stacked or mask is not None):
+        raise ValueError("stacked and mask say something about a residual, but residual=0: leave them out")
     if group is not None and len(group) > 1 and m % (len(group) * tokens):
         raise ValueError(f"group has {len(group)} blocks of M={m} rows: pass blocks of a multiple of tokens={tokens}")
     if read is not None and (read.ndim != 1 or read.dtype != jnp.int32):
         raise ValueError(f"read is {read.dtype} {read.shape}: pass int32 [C], the rows that are read")
-    if mask is not None and order is not None:
-        raise ValueError("mask and order both choose blocks: pass one, the order's first are compensated")
-    for name, table, dtype in (("mask", mask, jnp.uint8), ("order", order, jnp.int32)):
-        if table is None:
-            continue
-        if table.dtype != dtype or table.ndim != 2 or table.shape[1] != k // BLOCK or not len(table):
-            wanted = f"{jnp.dtype(dtype)} [G, {k // BLOCK}], by block of {BLOCK}"
-            raise ValueError(f"{name} is {table.dtype} {table.shape}: pass {wanted}")
-        if len(table) > 1 and group is None:
-            raise ValueError(f"{name} has {len(table)} rows: pass group, the row of each block of x's")
+    if mask is None:
+        return m, k
+    if mask.dtype != jnp.uint8 or mask.ndim != 2 or mask.shape[1] != k // BLOCK or not len(mask):
+        raise ValueError(f"mask is {mask.dtype} {mask.shape}: pass uint8 [G, {k // BLOCK}], by block of {BLOCK}")
+    if len(mask) > 1 and group is None:
+        raise ValueError(f"mask has {len(mask)} rows: pass group, the row of each block of x's")
     return m, k
 
 
-def _kernel(x_ref, *refs, picks: bool, eps: float | None, tables: int, m: int, **how: Any) -> None:
+def _kernel(x_ref, *refs, picks: bool, eps: float | None, masks: int, m: int, **how: Any) -> None:
     """x [R, B, V, E] or gate and up [R, 2, B, V, E], the norm's weight [1, B, V, E] if `eps`, group [.] to choose among
-    rows of a table of several, mask or order [G, K/16] if there is one, read [C] if it `picks` a row, and what `_rows`
-    writes: then all refs hold all rows.
+    several `masks`, mask [G, K/16] if there are any, read [C] if it `picks` a row, and what `_rows` writes: then all
+    refs hold all rows.
     """
     refs = list(refs)
     weight_ref = None if eps is None else refs.pop(0)
-    group_ref = refs.pop(0) if tables > 1 else None
-    table_ref = refs.pop(0) if tables else None
+    group_ref = refs.pop(0) if masks > 1 else None
+    mask_ref = refs.pop(0) if masks else None
     first = refs.pop(0)[pl.program_id(0)] if picks else pl.program_id(0) * x_ref.shape[0]
     own = jnp.int32(0)
     if group_ref is not None:  # a program's rows are of one block
         own = group_ref[lax.div(first, m // group_ref.shape[0]) if group_ref.shape[0] > 1 else 0]
     row = first if picks else None
-    _rows(x_ref, weight_ref, table_ref, jnp.maximum(own, 0), refs, row=row, left=m - first, eps=eps, **how)
+    _rows(x_ref, weight_ref, mask_ref, jnp.maximum(own, 0), refs, row=row, left=m - first, eps=eps, **how)
 
 
 def _rows(
     x_ref: Any,
     weight_ref: Any,
-    table_ref: Any,
+    mask_ref: Any,
     own: Array,
     refs: list[Any],
     *,
@@ -200,66 +197,57 @@ def _rows(
     k: int,
     residual: int,
     width: int,
-    ordered: bool,
+    stacked: bool,
     eps: float | None,
     swiglu: bool,
     keep: bool,
     interpret: bool,
 ) -> None:
-    """Writes values [R, B/4, V, 32], residuals likewise, global scales [R, 1], the quantized [R, B, V, E] if `keep`.
-    own: the row of the mask or, if `ordered`, of the order; row: the only one of the refs', None for all; left: rows of
-    x from the first one on.
+    """Writes values [1, C, R, B/4, V, 32], residuals likewise if they have an array of their own, global scales [R, 1],
+    the quantized [R, B, V, E] if `keep`. own: the row of the mask; row: the only one of the refs', None for all;
+    left: rows of x from the first one on.
     """
     kept_ref = refs.pop() if keep else None
     rows, blocks = 1 if row is not None else x_ref.shape[0], x_ref.shape[-3]
-    at = slice(None) if row is None else pl.ds(row, 1)
+    at = tile = in_tile = slice(None)
+    if row is not None:
+        tokens = refs[0].shape[2]
+        at, tile, in_tile = (pl.ds(a, 1) for a in (row, lax.div(row, tokens), lax.rem(row, tokens)))
     block = lax.broadcasted_iota(jnp.int32, (rows, blocks), 1)
     inside = (lax.broadcasted_iota(jnp.int32, (rows, blocks), 0) < left) & (block < k // BLOCK)
-    column, entry = jnp.arange(blocks), None
-    if table_ref is not None:  # among the first loads: nothing hides the time that a later one takes
-        entry = plt.load(table_ref.at[own, column], mask=column < k // BLOCK, other=0)
-        entry = jnp.where(column < k // BLOCK, entry, column) if ordered else entry
 
-    def store(ref, width: int, values: list[Array]) -> None:
-        tiles = ref.shape[1]
-        shape = rows, tiles, 1, TILE // _LOADS
-        in_row = lax.broadcasted_iota(jnp.int32, shape, 1) < width // TILE
+    def store(ref, copy: int, width: int, values: list[Array]) -> None:
+        tiles = ref.shape[3]
+        shape = 1, 1, rows, tiles, 1, TILE // _LOADS
+        in_row = lax.broadcasted_iota(jnp.int32, shape, 3) < width // TILE
         for v, value in enumerate(values):
             # tile, block q, pairs j of half v, h, b -> tile, j, h, q, b
             value = value.astype(jnp.bfloat16).reshape(rows, tiles, 4, 2, 2, 2).transpose(0, 1, 3, 4, 2, 5)
-            plt.store(ref.at[at, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
+            plt.store(ref.at[tile, pl.ds(copy, 1), in_tile, :, pl.ds(v, 1)], value.reshape(shape), mask=in_row)
 
-    def place(ref, at: Any, v: int, *half: Any) -> Any:
-        """Load v of the blocks of rows `at`, in the order of the result: [R, 1 if `half`, B, 1, E]."""
-        if not ordered:
-            return ref.at[at, *half, :, pl.ds(v, 1)]
-        at = pl.ds(0, ref.shape[0]) if at == slice(None) else at
-        index = [d.start + jnp.arange(d.size) for d in (at, *half)]
-        index += [entry, jnp.full(1, v), jnp.arange(_ELEMENTS)]
-        return ref.at[*(a.reshape([-1 if i == j else 1 for j in range(len(index))]) for i, a in enumerate(index))]
-
-    def loads(ref, inside, at: Any, *half: Any) -> list[Array]:
+    def loads(ref, inside, at, *half) -> list[Array]:
         shape = len(inside), *(1 for _ in half), blocks, 1, _ELEMENTS
         mask = jnp.broadcast_to(inside.reshape(*shape[:-2], 1, 1), shape)
-        found = [plt.load(place(ref, at, v, *half), mask=mask, other=0) for v in range(_LOADS)]
+        found = [plt.load(ref.at[at, *half, :, pl.ds(v, 1)], mask=mask, other=0) for v in range(_LOADS)]
         return [a.reshape(shape[0], blocks, _ELEMENTS) for a in found]
 
     x = loads(x_ref, inside, at, pl.ds(0, 1)) if swiglu else loads(x_ref, inside, at)
     up = loads(x_ref, inside, at, pl.ds(1, 1)) if swiglu else []
     compensated = block < residual // BLOCK
-    if table_ref is not None and not ordered:
-        compensated &= (entry != 0)[None]
+    if mask_ref is not None:  # among the first loads: nothing hides the time that a later one takes
+        column = jnp.arange(blocks)
+        compensated &= (plt.load(mask_ref.at[own, column], mask=column < k // BLOCK, other=0) != 0)[None]
     if swiglu:
         x = arithmetic.after(x, [*up, jnp.broadcast_to(own, up[0].shape)], 1, interpret)
         x = [gated(a, b, interpret) for a, b in zip(x, up, strict=True)]
     if eps is not None:
-        weight = loads(weight_ref, (column < k // BLOCK)[None], slice(None))
+        weight = loads(weight_ref, lax.broadcasted_iota(jnp.int32, (1, blocks), 1) < k // BLOCK, slice(None))
         x = normed(x, weight, eps, k, interpret)
     if keep:
         for v, a in enumerate(x):
             kept = a.reshape(rows, blocks, 1, _ELEMENTS)
             mask = jnp.broadcast_to(inside[:, :, None, None], kept.shape)
-            plt.store(place(kept_ref, at, v), kept, mask=mask)
+            plt.store(kept_ref.at[at, :, pl.ds(v, 1)], kept, mask=mask)
     magnitude = _block_amax(x)
     amax = jnp.max(magnitude, axis=1, keepdims=True)
     finite = amax < arithmetic.EXPONENT
@@ -268,13 +256,13 @@ def _rows(
     magnitude = floats(jnp.where(finite, magnitude, 0))
     x = [jnp.where(finite[:, :, None], a.astype(jnp.float32), 0.0) for a in x]
     values = _round(x, magnitude, unit, True, interpret)
-    store(refs[0], -(-k // TILE) * TILE, values)
+    store(refs[0], 0, -(-k // TILE) * TILE, values)
     if not residual:
         return
     scale = jnp.where(finite, unit.global_scale, 0.0)
     x = [_subtract_scaled(a, v, scale, interpret) for a, v in zip(x, values, strict=True)]
     magnitude = jnp.max(jnp.maximum(*map(jnp.abs, x)), axis=2)
-    store(refs[1], width, _round(x, magnitude, unit, compensated, interpret))
+    store(refs[0 if stacked else 1], int(stacked), width, _round(x, magnitude, unit, compensated, interpret))
 
 
 def _block_amax(x: list[Array]) -> Array:

@@ -34,6 +34,7 @@ def exact(
     *,
     residual: int = 0,
     width: int | None = None,
+    tile: int | None = None,
     fill: bool = True,
     interpret: bool = False,
 ) -> dict[str, Any]:
@@ -45,12 +46,15 @@ def exact(
     x, r = (rng.integers(0, np.iinfo(bits).max, (tokens, n), bits, endpoint=True) for n in (k, residual))
     scale = rng.integers(0, 2**32, tokens, np.uint32)
     given = [x.view(dtype), r.view(dtype) if residual else None, scale.view(np.float32)]
-    run = jax.jit(functools.partial(gather.rows, width=width, fill=fill, interpret=interpret))
+    run = jax.jit(functools.partial(gather.rows, width=width, tile=tile, fill=fill, interpret=interpret))
     got = [run(jnp.asarray(source), *given) for _ in range(2)]
     r = np.pad(r, ((0, 0), (0, max((width or 0) - residual, 0))))
     rows = {name: np.where(empty[:, None], 0, a[source]).astype(a.dtype) for name, a in (("x", x), ("r", r))}
     want = {"x": (rows["x"], ~empty), "scale": (np.where(empty, 0, scale[source]).astype(np.uint32), ~empty)}
-    if residual:
+    if tile is not None:
+        stacked = np.stack([a.reshape(-1, tile, k) for a in rows.values()], 1).reshape(-1, k)
+        want["x"] = stacked, (~empty).reshape(-1, 1, tile).repeat(2, 1).reshape(-1)
+    elif residual:
         want["r"] = rows["r"], ~empty
     for name, (wanted, read) in want.items():
         arrays = [np.asarray(getattr(g, name)).view(wanted.dtype) for g in got]
@@ -72,11 +76,11 @@ def cases() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         found.append((" ".join(filter(None, words)), functools.partial(exact, dtype, tokens, k, source, **kwargs)))
 
     for fill in (True, False):
-        add(64, 2048, sources(2432, 64), residual=2048, fill=fill)
-        add(64, 2048, sources(2432, 64), residual=1024, fill=fill)
+        for tile in (8, 16):
+            add(64, 2048, sources(2432, 64), residual=2048, tile=tile, fill=fill)
         add(256, 2048, sources(4128, 256), residual=1024, width=1024, fill=fill)
         add(64, 2048, sources(2432, 64), E4M3, fill=fill)
-    add(16, 4096, sources(1024, 16), residual=2048, width=4096)
+    add(16, 4096, sources(1024, 16), residual=2048, width=4096, tile=8)
     add(5, 96, sources(24, 5), residual=32, width=64)
     for dtype in (BF16, E4M3):
         add(3, 7, sources(13, 3), dtype)

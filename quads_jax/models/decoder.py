@@ -194,13 +194,11 @@ def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str
     """Variables of `Decoder.apply` for packed parameters: decoded once, or arranged where the precision's
     implementation reads weights as they are stored. Arranged weights of a run's layers stay one array a projection,
     in the collection STACKS, and so do routers under a named routing. Channel orders become masks where masks are all
-    that is read of them, those of arranged weights likewise one array, in MASKS: of weights whose blocks of K are in
-    the order of compensation that order of blocks.
+    that is read of them, those of arranged weights likewise one array, in MASKS.
     """
     stacks: dict[str, Any] = {}
     masks: dict[str, Any] = {}
-    arranged: dict[tuple[str, ...], ops.Arranged] = {}
-    orders = {tuple(k.key for k in path): a for path, a in jax.tree_util.tree_leaves_with_path(quant)}
+    arranged: set[tuple[str, ...]] = set()
 
     def put(collection: dict[str, Any], names: tuple[str, ...], leaf: Any) -> None:
         for name in names[:-1]:
@@ -220,29 +218,21 @@ def rollout_variables(params: Any, quant: Any, precision: Precision) -> dict[str
                 return leaf
             leaf = ops.Arranged(leaf.astype(precision.dtype), None)
         put(stacks, names, leaf)
-        arranged[names] = leaf
+        arranged.add(names)
         return None
 
-    def order(path: tuple) -> Array | None:
-        names = tuple(k.key for k in path)
-        role = GEMM_ROLES.get(names[-2:])
-        if not names[0].startswith("run_") or role is None:
-            return None
-        return ops.block_order(orders.get(names), precision.role(role), precision.implementation)
-
     gated = lambda path: tuple(k.key for k in path[-2:]) == GATED  # noqa: E731
-    leaves = ops.unpack(params, precision.dtype, precision.implementation, gated, order)
+    leaves = ops.unpack(params, precision.dtype, precision.implementation, gated)
     known = lambda leaf: isinstance(leaf, ops.Operand | ops.Arranged)  # noqa: E731
     params = jax.tree_util.tree_map_with_path(one, leaves, is_leaf=known)
 
-    def mask(path: tuple, channels: Array) -> Array | None:
+    def mask(path: tuple, order: Array) -> Array | None:
         names = tuple(k.key for k in path)
-        if names in arranged and arranged[names].ordered:
-            return put(masks, names, ops.Stacked(order(path)))
-        channels = ops.channel_mask(channels, precision.role(GEMM_ROLES[names[-2:]]))
-        if channels.dtype != bool or names not in arranged:
-            return channels
-        return put(masks, names, ops.Stacked(ops.kept_blocks(channels)))
+        order = ops.channel_mask(order, precision.role(GEMM_ROLES[names[-2:]]))
+        if order.dtype != bool or names not in arranged:
+            return order
+        put(masks, names, ops.Stacked(ops.kept_blocks(order)))
+        return None
 
     quant = jax.tree_util.tree_map_with_path(mask, quant)
     whole = {STACKS: stacks, MASKS: masks}
