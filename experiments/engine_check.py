@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -156,15 +157,24 @@ def run() -> None:
         (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     started = time.perf_counter()
-    samplers = [Sampler(cfg, config) for config in configs]
+    samplers = {config.recipe.resolve().label: Sampler(cfg, config) for config in configs}
     with ThreadPoolExecutor(common.COMPILERS) as pool:
-        waiting = [pool.submit(program.compile) for sampler in samplers for program in sampler.lowered(prompts)]
+        waiting = []
+        for name, sampler in list(samplers.items()):
+            try:
+                waiting += [pool.submit(program.compile) for program in sampler.lowered(prompts)]
+            except ValueError as error:  # a named kernel and a model's shapes
+                del samplers[name]
+                why = f"left out: its kernel does not take this model: {common.first_line(error)}"
+                print(f"{name:10s} {why}", flush=True)
+                summary.append({"what": f"{name}: {why}", "value": None, "unit": "requests", **source})
         for program in waiting:
             program.result()
+    if not samplers:
+        sys.exit("no recipe is left: take another init, or leave kernels out")
     print(f"compiled {len(waiting)} programs  [{duration(time.perf_counter() - started)}]", flush=True)
     print("recipe     asked again                      requests  differ   floor: mean, p99, max (nats)")
-    for config, sampler in zip(configs, samplers, strict=True):
-        name = config.recipe.resolve().label
+    for name, sampler in samplers.items():
         base = sampler.sample(prompts, np.arange(cfg.prompts * cfg.group))
         for how, asked, ids, limits, rows in queues(cfg, prompts, others):
             found = differing(base, sampler.sample(asked, ids, limits), ids, rows)

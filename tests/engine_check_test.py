@@ -1,5 +1,6 @@
 """The check of the engine's promises: what it asks again, what it counts, and a run of it."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -101,3 +102,24 @@ def test_what_cannot_be_is_refused(flag, message):
     with flagsaver.flagsaver(), pytest.raises(app.UsageError, match=message):
         common.FLAGS(["test", f"--set={flag}"])
         engine_check.run()
+
+
+def test_a_recipe_whose_kernel_does_not_take_the_model_is_left_out(tmp_path, capsys, monkeypatch):
+    init, lowered = make_weights(tmp_path / "tiny.msgpack"), engine_check.Sampler.lowered
+
+    def some(self, prompts):
+        if self.precision.experts.weight is None:
+            raise ValueError("N=64, K=48 are not multiples of 128: pad the weight")
+        return lowered(self, prompts)
+
+    monkeypatch.setattr(engine_check.Sampler, "lowered", some)
+    sizes = [f"--set=init={init}", "--set=prompts=4", "--set=group=2", "--set=slots=3"]
+    sizes += ["--set=task.operands=3", "--set=task.digits=1", "--set=task.modulus=10"]
+    for recipes, complaint in (("BF16,NAIVE", None), ("BF16", "no recipe is left")):
+        with flagsaver.flagsaver():
+            common.FLAGS(["test", f"--workdir={tmp_path / recipes}", f"--set=recipes={recipes}", *sizes])
+            with pytest.raises(SystemExit, match=complaint) if complaint else contextlib.nullcontext():
+                engine_check.run()
+        assert "BF16       left out: its kernel does not take this model: " in capsys.readouterr().out
+    rows = json.loads((tmp_path / "BF16,NAIVE" / "summary.json").read_text())
+    assert "N=64, K=48" in rows[0]["what"] and len(rows) == 1 + 4 + 3

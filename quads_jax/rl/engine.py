@@ -32,6 +32,7 @@ Array = jax.Array
 WINDOW_TOKENS = 16384  # what the pool of keys and values holds
 CALL_TOKENS = 4096  # of a prefill call: fewer would leave the device idle
 CHUNK = 128  # tokens of a row in a call, at least: shorter prompts are one chunk
+MANY = 4  # a fourth of the slots that take a prompt are many: copied by one kernel, not by one each
 
 
 @flax.struct.dataclass
@@ -271,30 +272,53 @@ def _prefill(s: _State, *, queue: _Queue, forward: Callable, p: Plan) -> _State:
 
 
 def _admit(s: _State, queue: _Queue, draw: Callable, p: Plan) -> _State:
-    """Gives free slots to the next requests whose prompts are in the pool, and draws their first tokens."""
-    end = jnp.minimum(s.pool.ready * p.group, p.requests)
-    base = s.pool.ready - p.window
+    """Gives free slots, the first of them first, to the next requests whose prompts are in the pool, and draws their
+    first tokens.
+    """
+    free = ~s.live
+    waiting = jnp.minimum(s.pool.ready * p.group, p.requests) - s.head
+    taken = jnp.minimum(jnp.sum(free, dtype=jnp.int32), waiting)
+    place = jnp.cumsum(free, dtype=jnp.int32) - 1  # of a free slot among them
+    fresh = free & (place < taken)
+    at = jnp.where(fresh, s.head + place, s.head)
+    prompt = jnp.minimum(at // p.group, p.prompts - 1)
+    row = jnp.where(fresh, prompt - (s.pool.ready - p.window), 0)
+    s = s.replace(
+        cache=_with_prompts(s.cache, s.pool.cache, fresh, row, taken),
+        request=jnp.where(fresh, queue.order[prompt] * p.group + at % p.group, s.request),
+        count=jnp.where(fresh, 0, s.count),
+        live=s.live | fresh,
+        head=s.head + taken,
+    )
+    return draw(s, s.pool.logits[row], fresh)
+
+
+def _with_prompts(cache: Cache, pool: Cache, fresh: Array, row: Array, taken: Array) -> Cache:
+    """The cache with the pool's prompt row[slot] in each of the `taken` slots that are fresh bool[S]: those of few
+    slots one by one, of many all at once, which reads and writes those of the other slots too.
+    """
+    slots = jnp.argsort(~fresh, stable=True)
+
+    def all_at_once(carry):
+        mine, _ = carry
+        prompts = [
+            jnp.where(fresh[:, None, None, None], b[:, row], a[:, :, : b.shape[2]])
+            for a, b in zip(mine, pool, strict=True)
+        ]
+        return tuple(lax.dynamic_update_slice(a, b, (0,) * a.ndim) for a, b in zip(mine, prompts, strict=True)), taken
 
     def one(carry):
-        s, fresh, rows = carry
-        slot, prompt = jnp.argmin(s.live), s.head // p.group
-        row = prompt - base
-        copied = tuple(
-            lax.dynamic_update_slice(mine, lax.dynamic_slice_in_dim(kept, row, 1, axis=1), (0, slot, 0, 0, 0))
-            for mine, kept in zip(s.cache, s.pool.cache, strict=True)
-        )
-        s = s.replace(
-            cache=copied,
-            request=s.request.at[slot].set(queue.order[prompt] * p.group + s.head % p.group),
-            count=s.count.at[slot].set(0),
-            live=s.live.at[slot].set(True),
-            head=s.head + 1,
-        )
-        return s, fresh.at[slot].set(True), rows.at[slot].set(row)
+        mine, i = carry
+        slot = slots[i]
+        prompts = [lax.dynamic_slice_in_dim(a, row[slot], 1, axis=1) for a in pool]
+        return tuple(
+            lax.dynamic_update_slice(a, b, (0, slot, 0, 0, 0)) for a, b in zip(mine, prompts, strict=True)
+        ), i + 1
 
-    begin = (s, jnp.zeros(p.slots, bool), jnp.zeros(p.slots, jnp.int32))
-    s, fresh, rows = lax.while_loop(lambda c: (c[0].head < end) & ~jnp.all(c[0].live), one, begin)
-    return draw(s, s.pool.logits[rows], fresh)
+    # loops, not branches: they change the cache where it lies
+    many = MANY * taken >= len(fresh)
+    carry = lax.while_loop(lambda c: many & (c[1] < taken), all_at_once, (tuple(cache), jnp.int32(0)))
+    return lax.while_loop(lambda c: c[1] < taken, one, carry)[0]
 
 
 @jax.named_scope("sampling")

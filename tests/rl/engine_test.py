@@ -103,6 +103,15 @@ def test_a_request_does_not_depend_on_its_place_in_the_queue():
     assert (unnamed.tokens[:, P:] != moved.tokens[:, P:]).any()
 
 
+@pytest.mark.parametrize("many", [0, 100])
+def test_prompts_are_copied_one_by_one_as_all_at_once(many, monkeypatch):
+    """Of four slots one is many; with 0 none ever are."""
+    base = engine()()
+    monkeypatch.setattr("quads_jax.rl.engine.MANY", many)
+    again = Counted(W4A4, sampling(), slots=4, group=GROUP, chunk=4)()
+    jax.tree.map(np.testing.assert_array_equal, again, base)
+
+
 def test_a_request_does_not_depend_on_how_long_others_are():
     run = engine()
     base, _ = run()
