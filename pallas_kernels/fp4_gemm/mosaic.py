@@ -42,7 +42,7 @@ def matmul(
     c = _config(config, rows, w, residual is not None, group)
     x, r = (a if a is None or arranged else layout.arrange(a, 1) for a in (x, residual))
     token = None if token_scale is None else token_scale[:, 0]
-    width = None if r is None else x.shape[1] if c.stacked else _residual_width(c, r.shape[1])
+    width = None if r is None else _residual_width(c, r.shape[1], x.shape[1])
     used = used if halved(c, fill) else None
     unit = block.unit(c, used is not None)
     if source is not None:
@@ -85,7 +85,7 @@ def quantized_matmul(
     made = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.bfloat16) if swiglu else x
     reference.check(made, w, None, None, channel_scale, group, out_dtype, False, None, used, gated)
     c = _config(config, x.shape[0], w, residual > 0, group)
-    width = None if c.stacked or not residual else _residual_width(c, residual)
+    width = None if not residual else _residual_width(c, residual, w.scales.shape[2] * TILE)
     how = {"residual": residual, "mask": mask, "group": group, "read": read, "stacked": c.stacked}
     how |= {"width": width, "norm": norm, "swiglu": swiglu, "interpret": interpret}
     used = used if halved(c, fill) else None
@@ -115,8 +115,12 @@ def _padded(x: Array, tokens: int, width: int) -> Array:
     return jnp.pad(x, [(0, n) for n in padding]) if any(padding) else x
 
 
-def _residual_width(c: Config, channels: int) -> int:
-    """Channels of whole stages."""
+def _residual_width(c: Config, channels: int, k: int) -> int:
+    """Channels of whole stages; all K' = `k` where they are further columns of a wgmma, and in shared tiles of 32 tokens:
+    there a loop over a part of K beside one over the rest takes registers of a second block of threads.
+    """
+    if c.stacked or (c.blocks and c.tokens == 32):
+        return k
     return -(-channels // (c.columns * TILE)) * c.columns * TILE
 
 
