@@ -116,8 +116,8 @@ def _padded(x: Array, tokens: int, width: int) -> Array:
 
 
 def _residual_width(c: Config, channels: int, k: int) -> int:
-    """Channels of whole stages; all K' = `k` where they are further columns of a wgmma, and in shared tiles of 32 tokens:
-    there a loop over a part of K beside one over the rest takes registers of a second block of threads.
+    """Channels of whole stages; all K' = `k` where they are further columns of a wgmma, and in shared tiles of 32
+    tokens: there a loop over a part of K beside one over the rest takes registers of a second block of threads.
     """
     if c.stacked or (c.blocks and c.tokens == 32):
         return k
