@@ -60,15 +60,15 @@ class StepTimeConfig:
     # RECIPE[+NAME...]: a grouped GEMM of the trainer, a GEMM of the rollout that reads weights as stored, an engine
     variants: tuple[str, ...] = (
         "BF16",
-        "BF16+grouped_mosaic",
+        "BF16+blocked",
         "BF16+direct_mosaic",
         "BF16+continuous",
-        "BF16+grouped_mosaic+direct_mosaic+continuous",
+        "BF16+direct_mosaic+continuous",
         "QUADS:0.5",
-        "QUADS:0.5+grouped_mosaic",
+        "QUADS:0.5+blocked",
         "QUADS:0.5+fp4_mosaic",
         "QUADS:0.5+continuous",
-        "QUADS:0.5+grouped_mosaic+fp4_mosaic+continuous",
+        "QUADS:0.5+fp4_mosaic+continuous",
     )
     prompts: int = PROTOTYPE.train.rollout.prompts
     group_size: int = PROTOTYPE.train.rollout.group_size
@@ -84,7 +84,7 @@ class StepTimeConfig:
 
 
 class Variant(NamedTuple):
-    """One way to compute an RL step; none: the default (decoded weights, grouped GEMM `blocked`)."""
+    """One way to compute an RL step; none: what is chosen for the device and shape."""
 
     text: str
     recipe: RecipeConfig
@@ -108,8 +108,8 @@ def parse_variant(text: str) -> Variant:
     return Variant(text, parse_recipe(name), **chosen)
 
 
-def setups(cfg: StepTimeConfig, variant: Variant) -> tuple[Setup, Setup]:
-    """(with default implementations, with those of the variant). Raises ValueError on what cannot run."""
+def setup_of(cfg: StepTimeConfig, variant: Variant) -> Setup:
+    """Raises ValueError on what cannot run."""
     task, model = SETTINGS[cfg.model]
     rollout = RolloutConfig(prompts=cfg.prompts, group_size=cfg.group_size, engine=variant.engine)
     if variant.engine == "continuous":
@@ -123,8 +123,8 @@ def setups(cfg: StepTimeConfig, variant: Variant) -> tuple[Setup, Setup]:
         optim=PROTOTYPE.train.optim,
         eval=EvalConfig(prompts=rollout.rows),
     )
-    base = setup(train, model)
-    sides = base.recipe
+    s = setup(train, model)
+    sides = s.recipe
     if variant.rollout is not None:
         experts = sides.rollout.experts.weight
         if not implementations.can_read(variant.rollout, experts, sides.rollout.dtype):
@@ -132,12 +132,9 @@ def setups(cfg: StepTimeConfig, variant: Variant) -> tuple[Setup, Setup]:
             raise ValueError(
                 f"variants: {variant.text!r}: {variant.rollout} does not read {stored} weights, as {sides.label} has"
             )
-    sides = dataclasses.replace(
-        sides,
-        rollout=dataclasses.replace(sides.rollout, implementation=variant.rollout),
-        trainer=dataclasses.replace(sides.trainer, implementation=variant.trainer),
-    )
-    return base, base._replace(recipe=sides)
+    rollout = dataclasses.replace(sides.rollout, implementation=variant.rollout)
+    trainer = dataclasses.replace(sides.trainer, implementation=variant.trainer)
+    return s._replace(recipe=dataclasses.replace(sides, rollout=rollout, trainer=trainer))
 
 
 Built = tuple[dict[str, tuple[Callable, Any]], Callable[[dict[str, Any]], Row]]
@@ -172,11 +169,12 @@ def cells(cfg: StepTimeConfig) -> Iterator[Cell]:
         yield Cell(what, (name,), functools.partial(_training, cfg, name, rows))
     for text in cfg.variants:
         variant = parse_variant(text)
-        both = setups(cfg, variant)
-        what = {"kind": "step", "variant": text, "recipe": both[1].recipe.label, "engine": variant.engine}
-        what |= {"trainer": variant.trainer or "blocked", "rollout": variant.rollout or "decoded", "steps": cfg.steps}
+        s = setup_of(cfg, variant)
+        what = {"kind": "step", "variant": text, "recipe": s.recipe.label, "engine": variant.engine}
+        names = {"trainer": variant.trainer or "chosen", "rollout": variant.rollout or "chosen"}
+        what |= names | {"steps": cfg.steps}
         needs = tuple(name for name in (variant.trainer, variant.rollout) if name is not None)
-        yield Cell(what, needs, functools.partial(_step, cfg, *both))
+        yield Cell(what, needs, functools.partial(_step, cfg, s))
 
 
 def _shapes(tree: Any) -> Any:
@@ -186,9 +184,9 @@ def _shapes(tree: Any) -> Any:
 # An RL step -----------------------------------------------------------------------------------------------------------
 
 
-def _step(cfg: StepTimeConfig, base: Setup, s: Setup) -> Built:
+def _step(cfg: StepTimeConfig, s: Setup) -> Built:
     params = random_masters(s.model, cfg.seed)
-    state, (prompts, valid, _) = init_state(base, params), group_prompts(s, 0)
+    state, (prompts, valid, _) = init_state(s, params), group_prompts(s, 0)
     key = jax.random.split(state.key)[1]
     rows, fixed = s.cfg.rollout, (s.model, s.recipe.rollout, s.sampling, s.cfg.task.tokenizer.pad_id, s.shape)
     if rows.engine == "continuous":
@@ -206,7 +204,7 @@ def _step(cfg: StepTimeConfig, base: Setup, s: Setup) -> Built:
     del state
 
     def measure(compiled: dict[str, Any]) -> Row:
-        state = init_state(base, params)
+        state = init_state(s, params)
         packed, taken, sampled = pack_weights(s, state), [], []
         for i in range(cfg.steps + 1):
             drawn, start = group_prompts(s, i), time.perf_counter()  # a run draws them meanwhile

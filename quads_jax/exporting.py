@@ -161,7 +161,7 @@ def _quantizes_activations(precision: Precision) -> bool:
 def weights_only(precision: Precision) -> Precision:
     """The same weights with activations in the compute dtype."""
     roles = {r: dataclasses.replace(precision.role(r), activation=None, residual=None) for r in ROLES}
-    return dataclasses.replace(precision, **roles)
+    return dataclasses.replace(precision.unpacked, **roles)
 
 
 def input_scales(

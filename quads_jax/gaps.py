@@ -52,7 +52,7 @@ def score_program(
 ) -> Callable:
     """(f32 masters, quant, tokens i32[shape], valid) -> log-probs f32[shape] of a full forward pass."""
 
-    scorer = scorer_of(model, precision, sampling, prompt_len)
+    scorer = scorer_of(model, precision.unpacked, sampling, prompt_len)
     return traced_once(lambda *args: scorer(*args)[0])
 
 

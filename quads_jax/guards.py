@@ -217,7 +217,7 @@ def _bad_activations(
 ) -> list[str]:
     """The GEMM inputs that are not finite in one forward pass over the batch, in the order of the pass."""
     seen = state.params, state.quant, batch.tokens, batch.valid, replay
-    counts = jax.device_get(_bad_inputs(*seen, model=model, precision=p))
+    counts = jax.device_get(_bad_inputs(*seen, model=model, precision=p.unpacked))
     found, order = [], ["/".join(name) for name in GEMM_ROLES]
     for path, (bad, size) in jax.tree_util.tree_leaves_with_path(counts, is_leaf=lambda a: isinstance(a, _Count)):
         names = leaf_name(path)

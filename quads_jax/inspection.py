@@ -58,7 +58,7 @@ def inspect_checkpoint(cfg: InspectConfig, params: Any, model: ModelConfig) -> t
     """
     s = inspect_setup(cfg, model)
     tokens, valid, _ = supervised_batch(cfg.task, cfg.seed, "held_out", 0, cfg.rows)
-    quant, rollout = calibrate(s, params), s.recipe.rollout
+    quant, rollout = calibrate(s, params), s.recipe.rollout.unpacked
     precisions = {name: recipe(name, roles=cfg.recipe.roles).rollout for name in ("BF16", "FP8")}
     measured = sizes(params, quant, precisions | {rollout.name: rollout})
     return report(params, quant, model, rollout, tokens, valid), measured

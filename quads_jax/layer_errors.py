@@ -33,7 +33,7 @@ def layer_errors(s: Setup, params: Any, quant: Any, sequences: Sequences) -> dic
     """
     given = jnp.asarray(sequences.tokens), jnp.asarray(sequences.valid)
     passes = (
-        pass_outputs(params, quant if p.needs_order else {}, *given, model=s.model, precision=p)
+        pass_outputs(params, quant if p.needs_order else {}, *given, model=s.model, precision=p.unpacked)
         for p in (s.recipe.trainer, s.recipe.rollout)
     )
     shares = jax.device_get(_relative(*passes))

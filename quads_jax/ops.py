@@ -31,6 +31,7 @@ from quads_jax.implementations import (  # noqa: F401
     choose,
     choose_packed,
     is_automatic,
+    takes_grouped_mosaic,
 )
 from quads_jax.operands import (  # noqa: F401
     Activation,
@@ -173,19 +174,23 @@ def _grouped(p, dtype, implementation, block, x, w, sizes, order, active):
     return _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active)[0]
 
 
+def _chosen(implementation: str | None, dtype: str, w: Operand, block: int | None) -> Grouped:
+    return choose(implementation, takes_grouped_mosaic(dtype, *w.values.shape[1:], block))
+
+
 def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
     ids, inside = reference.row_groups(sizes, x.shape[0], block or 1)
     x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
     xa, wo = activation(x, p, order, ids, active, dtype), weight_operand(w, p, order, dtype)
     row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
-    dot = jax.named_scope("multiply")(choose(implementation).dot)
+    dot = jax.named_scope("multiply")(_chosen(implementation, dtype, wo, block).dot)
     y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes, block))
     return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
 
 
 def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
-    impl = choose(implementation)
+    impl = _chosen(implementation, dtype, wo, block)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
     with jax.named_scope("multiply"):
         dx = impl.dot_transposed(gx, wo.values, sizes, block)

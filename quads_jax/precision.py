@@ -75,6 +75,11 @@ class Precision:
         """Whether any role reads channel orders, so that calibration must run before the first step."""
         return any(self.role(r).needs_order for r in ROLES)
 
+    @property
+    def unpacked(self) -> Precision:
+        """The same numbers of f32 masters, which GEMMs that read weights as stored do not take."""
+        return dataclasses.replace(self, implementation=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:

@@ -227,4 +227,4 @@ def logp_program(
 @functools.cache
 def statistics_program(model: ModelConfig, precision: Precision, shape: tuple[int, int]) -> Callable:
     """(params, tokens i32[shape], valid) -> mean residual a channel and site."""
-    return traced_once(functools.partial(channel_statistics, model=model, precision=precision))
+    return traced_once(functools.partial(channel_statistics, model=model, precision=precision.unpacked))

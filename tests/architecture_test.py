@@ -56,7 +56,7 @@ ALLOWED = {
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
         "quads_jax.importing", "quads_jax.rl"),
     "quads_jax.config": (
-        "quads_jax.precision", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
+        "quads_jax.precision", "quads_jax.implementations", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
         "quads_jax.config_tree"),
     "quads_jax.config_checks": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.config_tree", "quads_jax.config"),

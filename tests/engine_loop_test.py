@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quads_jax import step
+from quads_jax import guards, step
 from quads_jax.config import EvalConfig, RecipeConfig, RolloutConfig, TrainConfig
 from quads_jax.config_checks import check_train
 from quads_jax.pack import leaf_name, pack, stale
@@ -55,6 +55,37 @@ def test_a_step_and_an_evaluation_through_the_engine(quick):
     with pytest.raises(StaleSync, match=r"step 2: .* were not rewritten by the sync: .*attention/qkv/codes"):
         check(state, packed)  # of the step before
     check(old, packed)
+
+
+def test_a_rollout_that_reads_weights_as_stored(quick):
+    """Calibration and the search for what is not finite take masters; the rest is the same loop."""
+    named = RecipeConfig(name="QUADS", rollout_gemm="fp4_reference")
+    rows = {}
+    for chosen in (named, RecipeConfig(name="QUADS")):
+        s = step.setup(config(recipe=chosen), MODEL)
+        assert s.recipe.label == "QUADS-50" and s.recipe.rollout.implementation == chosen.rollout_gemm
+        state = step.init_state(s, params())
+        packed = step.pack_weights(s, state)
+        assert step.evaluate(s, packed, state.quant, s.recipe.rollout)["n"] == 32
+        state, _, rows[chosen], batch = step.rl_step(s, state, packed, step.group_prompts(s, 0))
+        assert not list(guards.search(s, state, batch))
+    have, want = rows.values()
+    assert have["gap/tokens"] > 0 and have["gap/mean"] == pytest.approx(want["gap/mean"], rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"rollout_gemm": "cublas"}, "rollout_gemm='cublas' is not one of fp4_reference, fp4_mosaic"),
+        ({"name": "FP8", "rollout_gemm": "fp4_reference"}, "does not read weights stored as fp8.* choose direct_ref"),
+        ({"name": "BF16", "rollout_gemm": "fp4_reference"}, "stored as bfloat16: choose direct_reference or direct_mo"),
+        ({"rollout_gemm": "fp4_reference", "dtype": "float32"}, "stored as nvfp4 in float32: leave it out"),
+        ({"rollout_gemm": "fp4_mosaic"}, "runs on GPUs of compute capability 9, this is cpu: choose fp4_reference"),
+    ],
+)
+def test_a_gemm_that_cannot_read_the_rollouts_weights_is_refused(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check_train(config(recipe=RecipeConfig(**changes)))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import compat
 from pallas_kernels.grouped_gemm import bench, blocked, mosaic, prove, reference
 from quads_jax import implementations, ops
+from quads_jax.precision import LayerPrecision
 
 N, K = 24, 32
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # no bits are compared
@@ -154,6 +155,33 @@ def test_choosing_an_implementation():
     assert ops.choose(None) in ops.IMPLEMENTATIONS.values()
     with pytest.raises(ValueError, match=r"unknown grouped GEMM 'triton'; implementations are reference, blocked"):
         ops.choose("triton")
+
+
+def test_a_hopper_gpu_takes_the_kernel_where_it_multiplies(monkeypatch, caplog):
+    """bf16, whole tiles of 64, blocks from 64 rows; a decode step's blocks are smaller."""
+    takes = implementations.takes_grouped_mosaic
+    assert not takes("bfloat16", 128, 64, 64)  # no GPU
+    monkeypatch.setattr(implementations, "on_hopper", lambda: True)
+    assert takes("bfloat16", 128, 64, 64) and takes("bfloat16", 64, 192, 256)
+    refused = [("float32", 128, 64, 64), ("bfloat16", 96, 64, 64), ("bfloat16", 64, 96, 64)]
+    refused += [("bfloat16", 64, 64, 32), ("bfloat16", 64, 64, None)]
+    assert not any(takes(*case) for case in refused)
+    monkeypatch.setitem(implementations.GPU_IMPLEMENTATIONS, "grouped_mosaic", lambda: "kernel")
+    ops.choose.cache_clear()
+    with caplog.at_level("INFO"):
+        assert ops.choose(None, True) == ops.choose("fp4_reference", True) == "kernel"
+    assert "grouped GEMM: grouped_mosaic (on cpu)" in caplog.text
+    assert ops.choose(None) is ops.choose("blocked", True) is ops.IMPLEMENTATIONS["blocked"]
+    ops.choose.cache_clear()
+
+
+def test_what_is_chosen_is_asked_for_the_products_own_shape(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ops, "takes_grouped_mosaic", lambda *shape: asked.append(shape))
+    x, w, sizes = jnp.ones((64, 32)), jnp.ones((2, 48, 32)), jnp.array([32, 32])
+    loss = lambda w: ops.grouped_project(x, w, sizes, LayerPrecision(), dtype="bfloat16", block=32).sum()  # noqa: E731
+    jax.grad(loss)(w)
+    assert set(asked) == {("bfloat16", 48, 32, 32)} and len(asked) >= 2  # the product, and its gradients
 
 
 # The kernels for Hopper ----------------------------------------------------------------------------------------------

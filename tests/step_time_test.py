@@ -318,4 +318,4 @@ def test_what_is_measured_without_settings():
     row, tokens = cells.PROTOTYPE_TASK.prompt_len + cells.PROTOTYPE_TASK.answer_len, planned[0].what["tokens"]
     assert 16384 - row < tokens <= 16384 and tokens % row == 0
     last = planned[-1]
-    assert last.needs == ("grouped_mosaic", "fp4_mosaic") and last.what["engine"] == "continuous"
+    assert last.needs == ("fp4_mosaic",) and last.what["engine"] == "continuous"
