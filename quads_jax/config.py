@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quads_jax import config_tree
-from quads_jax.implementations import check_reads
+from quads_jax.implementations import IMPLEMENTATIONS, check_reads
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import DEFAULT_ROLES, Recipe, recipe
 from quads_jax.rl.optim import OptimConfig, decay_steps
@@ -38,17 +38,23 @@ class RecipeConfig:
     roles: tuple[str, ...] = DEFAULT_ROLES  # layer roles that are quantized
     dtype: str = "bfloat16"  # of everything that is not quantized
     rollout_dtype: str | None = None  # the rollout's where it is another, as of another engine; none: `dtype`
-    rollout_gemm: str | None = None  # reads the rollout's weights as stored, such as fp4_mosaic; none: by device and shape
+    rollout_gemm: str | None = None  # reads weights as stored, such as fp4_mosaic; none: by device and shape
+
+    trainer_gemm: str | None = None  # of experts: blocked or reference; none: by device and shape
 
     def resolve(self) -> Recipe:
         """The pair of precisions, with every check of `precision.recipe` and of `implementations.check_reads`."""
         options = {"roles": self.roles, "dtype": self.dtype, "rollout_dtype": self.rollout_dtype}
         sides = recipe(self.name, ratio=self.ratio, policy=self.policy, **options)
-        if self.rollout_gemm is None:
-            return sides
-        check_reads(self.rollout_gemm, sides.rollout.role(self.roles[0]).weight, sides.rollout.dtype)
-        rollout = dataclasses.replace(sides.rollout, implementation=self.rollout_gemm)
-        return dataclasses.replace(sides, rollout=rollout)
+        if self.rollout_gemm is not None:
+            check_reads(self.rollout_gemm, sides.rollout.role(self.roles[0]).weight, sides.rollout.dtype)
+        if self.trainer_gemm not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"trainer_gemm={self.trainer_gemm!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        return dataclasses.replace(
+            sides,
+            rollout=dataclasses.replace(sides.rollout, implementation=self.rollout_gemm),
+            trainer=dataclasses.replace(sides.trainer, implementation=self.trainer_gemm),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,8 @@ ALLOWED = {
         "quads_jax.config_tree", "quads_jax.models", "quads_jax.pack", "quads_jax.checkpoint_layouts",
         "quads_jax.importing", "quads_jax.rl"),
     "quads_jax.config": (
-        "quads_jax.precision", "quads_jax.implementations", "quads_jax.quant", "quads_jax.models", "quads_jax.rl", "quads_jax.tasks",
-        "quads_jax.config_tree"),
+        "quads_jax.precision", "quads_jax.implementations", "quads_jax.quant", "quads_jax.models", "quads_jax.rl",
+        "quads_jax.tasks", "quads_jax.config_tree"),
     "quads_jax.config_checks": (
         "quads_jax.precision", "quads_jax.models", "quads_jax.rl", "quads_jax.config_tree", "quads_jax.config"),
     "quads_jax.supervised": ("quads_jax",),  # the warm start, beside train and after it

@@ -59,11 +59,12 @@ def test_a_step_and_an_evaluation_through_the_engine(quick):
 
 def test_a_rollout_that_reads_weights_as_stored(quick):
     """Calibration and the search for what is not finite take masters; the rest is the same loop."""
-    named = RecipeConfig(name="QUADS", rollout_gemm="fp4_reference")
+    named = RecipeConfig(name="QUADS", rollout_gemm="fp4_reference", trainer_gemm="reference")
     rows = {}
     for chosen in (named, RecipeConfig(name="QUADS")):
         s = step.setup(config(recipe=chosen), MODEL)
-        assert s.recipe.label == "QUADS-50" and s.recipe.rollout.implementation == chosen.rollout_gemm
+        names = s.recipe.rollout.implementation, s.recipe.trainer.implementation
+        assert s.recipe.label == "QUADS-50" and names == (chosen.rollout_gemm, chosen.trainer_gemm)
         state = step.init_state(s, params())
         packed = step.pack_weights(s, state)
         assert step.evaluate(s, packed, state.quant, s.recipe.rollout)["n"] == 32
@@ -81,9 +82,10 @@ def test_a_rollout_that_reads_weights_as_stored(quick):
         ({"name": "BF16", "rollout_gemm": "fp4_reference"}, "stored as bfloat16: choose direct_reference or direct_mo"),
         ({"rollout_gemm": "fp4_reference", "dtype": "float32"}, "stored as nvfp4 in float32: leave it out"),
         ({"rollout_gemm": "fp4_mosaic"}, "runs on GPUs of compute capability 9, this is cpu: choose fp4_reference"),
+        ({"trainer_gemm": "grouped_mosaic"}, "trainer_gemm='grouped_mosaic' is not one of reference, blocked"),
     ],
 )
-def test_a_gemm_that_cannot_read_the_rollouts_weights_is_refused(changes, complaint):
+def test_a_gemm_that_cannot_do_it_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         check_train(config(recipe=RecipeConfig(**changes)))
 
