@@ -346,6 +346,7 @@ def _packed_name(implementation: str | None) -> str | None:
     return implementation
 
 
+MOSAIC_ROWS = 16384
 _NAMES = (*IMPLEMENTATIONS, *PACKED_IMPLEMENTATIONS, *DIRECT_IMPLEMENTATIONS, *GPU_IMPLEMENTATIONS)
 
 
@@ -353,12 +354,14 @@ def _unknown(name: str) -> ValueError:
     return ValueError(f"unknown grouped GEMM {name!r}; implementations are {', '.join(_NAMES)}")
 
 
-def takes_grouped_mosaic(dtype: str, n: int, k: int, block: int | None) -> bool:
-    """Whether `grouped_mosaic` multiplies bf16 weights [E, n, k] by rows in blocks of one group: on Hopper, whole tiles
-    of 64. There it was faster wherever it was measured (H200; a layer's products and their gradients at 16,384 tokens:
-    Qwen3-30B-A3B's 7.3 times, OLMoE's 6.5, a 20 M model's training step 1.17), and blocks of decode steps are smaller.
+def takes_grouped_mosaic(dtype: str, m: int, n: int, k: int, block: int | None) -> bool:
+    """Whether a product of m rows, in blocks of one group, and weights [E, n, k] is `grouped_mosaic`'s by itself: on
+    Hopper in bf16, whole tiles of 64, from the fewest rows on that it was measured with. There it was always faster
+    (H200; a layer's products and their gradients: Qwen3-30B-A3B's 10 times at 16,384 rows and 7.3 at 131,072, OLMoE's
+    6.5; a 20 M model's training step 1.17).
     """
-    return on_hopper() and dtype == "bfloat16" and block is not None and block >= 64 and not (n % 64 or k % 64)
+    fits = block is not None and block >= 64 and not (n % 64 or k % 64)
+    return fits and on_hopper() and dtype == "bfloat16" and m >= MOSAIC_ROWS
 
 
 @functools.cache

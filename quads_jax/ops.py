@@ -174,8 +174,8 @@ def _grouped(p, dtype, implementation, block, x, w, sizes, order, active):
     return _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active)[0]
 
 
-def _chosen(implementation: str | None, dtype: str, w: Operand, block: int | None) -> Grouped:
-    return choose(implementation, takes_grouped_mosaic(dtype, *w.values.shape[1:], block))
+def _chosen(implementation: str | None, dtype: str, rows: int, w: Operand, block: int | None) -> Grouped:
+    return choose(implementation, takes_grouped_mosaic(dtype, rows, *w.values.shape[1:], block))
 
 
 def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
@@ -183,14 +183,14 @@ def _grouped_fwd(p, dtype, implementation, block, x, w, sizes, order, active):
     x = jnp.where(inside[:, None], x, 0)  # whatever rows outside groups hold: a NaN there would spread through scales
     xa, wo = activation(x, p, order, ids, active, dtype), weight_operand(w, p, order, dtype)
     row_scale = None if wo.scale is None else wo.scale[..., 0][ids]
-    dot = jax.named_scope("multiply")(_chosen(implementation, dtype, wo, block).dot)
+    dot = jax.named_scope("multiply")(_chosen(implementation, dtype, x.shape[0], wo, block).dot)
     y = _epilogue(xa, wo, row_scale, lambda a, b: dot(a, b, sizes, block))
     return y, (xa.used(dtype), wo, sizes, row_scale, ids, order, _like(x), _like(w))
 
 
 def _grouped_bwd(p, dtype, implementation, block, saved, g):
     x_used, wo, sizes, row_scale, ids, order, x_like, w_like = saved
-    impl = _chosen(implementation, dtype, wo, block)
+    impl = _chosen(implementation, dtype, g.shape[0], wo, block)
     gx = (g if row_scale is None else g * row_scale).astype(dtype)
     with jax.named_scope("multiply"):
         dx = impl.dot_transposed(gx, wo.values, sizes, block)

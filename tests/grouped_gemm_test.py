@@ -158,13 +158,13 @@ def test_choosing_an_implementation():
 
 
 def test_a_hopper_gpu_takes_the_kernel_where_it_multiplies(monkeypatch, caplog):
-    """bf16, whole tiles of 64, blocks from 64 rows; a decode step's blocks are smaller."""
-    takes = implementations.takes_grouped_mosaic
-    assert not takes("bfloat16", 128, 64, 64)  # no GPU
+    """bf16, whole tiles of 64, blocks from 64 rows, as many rows as were measured."""
+    takes, many = implementations.takes_grouped_mosaic, implementations.MOSAIC_ROWS
+    assert not takes("bfloat16", many, 128, 64, 64)  # no GPU
     monkeypatch.setattr(implementations, "on_hopper", lambda: True)
-    assert takes("bfloat16", 128, 64, 64) and takes("bfloat16", 64, 192, 256)
-    refused = [("float32", 128, 64, 64), ("bfloat16", 96, 64, 64), ("bfloat16", 64, 96, 64)]
-    refused += [("bfloat16", 64, 64, 32), ("bfloat16", 64, 64, None)]
+    assert takes("bfloat16", many, 128, 64, 64) and takes("bfloat16", 3 * many, 64, 192, 256)
+    refused = [("float32", many, 128, 64, 64), ("bfloat16", many, 96, 64, 64), ("bfloat16", many, 64, 96, 64)]
+    refused += [("bfloat16", many, 64, 64, 32), ("bfloat16", many, 64, 64, None), ("bfloat16", many - 64, 64, 64, 64)]
     assert not any(takes(*case) for case in refused)
     monkeypatch.setitem(implementations.GPU_IMPLEMENTATIONS, "grouped_mosaic", lambda: "kernel")
     ops.choose.cache_clear()
@@ -181,7 +181,7 @@ def test_what_is_chosen_is_asked_for_the_products_own_shape(monkeypatch):
     x, w, sizes = jnp.ones((64, 32)), jnp.ones((2, 48, 32)), jnp.array([32, 32])
     loss = lambda w: ops.grouped_project(x, w, sizes, LayerPrecision(), dtype="bfloat16", block=32).sum()  # noqa: E731
     jax.grad(loss)(w)
-    assert set(asked) == {("bfloat16", 48, 32, 32)} and len(asked) >= 2  # the product, and its gradients
+    assert set(asked) == {("bfloat16", 64, 48, 32, 32)} and len(asked) >= 2  # the product, and its gradients
 
 
 # The kernels for Hopper ----------------------------------------------------------------------------------------------
