@@ -27,6 +27,7 @@ from quads_jax import config_tree
 from quads_jax.checkpoints import load_weights
 from quads_jax.config import SHIPPED_TASK, TrainConfig, parse_recipe
 from quads_jax.device import on_hopper
+from quads_jax.implementations import Unfit
 from quads_jax.metrics import duration
 from quads_jax.pack import pack
 from quads_jax.programs import engine_program
@@ -141,6 +142,9 @@ def run() -> None:
         configs = [TrainConfig(init=cfg.init, task=cfg.task, recipe=parse_recipe(name)) for name in cfg.recipes]
         for config in configs:
             setup(config, load_weights(cfg.init)[1])
+        labels = [config.recipe.resolve().label for config in configs]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"recipes={','.join(cfg.recipes)} names one twice")
     if common.FLAGS.dry_run:
         print(json.dumps(config_tree.to_json(cfg), indent=1))
         return
@@ -152,29 +156,29 @@ def run() -> None:
     prompts, others = ([np.asarray(a)[half] for a in every] for half in (slice(cfg.prompts), slice(cfg.prompts, None)))
     summary, moved = [], {}
 
-    def keep(what: str, value: float, unit: str, **detail: Any) -> None:
+    def keep(what: str, value: float | None, unit: str, **detail: Any) -> None:
         summary.append({"what": what, "value": value, "unit": unit, **detail, **source})
         (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     started = time.perf_counter()
     samplers = {config.recipe.resolve().label: Sampler(cfg, config) for config in configs}
+    left_out: dict[str, str] = {}
     with ThreadPoolExecutor(common.COMPILERS) as pool:
         waiting = []
-        for name, sampler in list(samplers.items()):
+        for name, sampler in samplers.items():
             try:
-                waiting += [pool.submit(program.compile) for program in sampler.lowered(prompts)]
-            except ValueError as error:  # a named kernel and a model's shapes
-                del samplers[name]
-                why = f"left out: its kernel does not take this model: {common.first_line(error)}"
-                print(f"{name:10s} {why}", flush=True)
-                summary.append({"what": f"{name}: {why}", "value": None, "unit": "requests", **source})
+                programs = list(sampler.lowered(prompts))
+            except Unfit as error:
+                left_out[name] = f"left out: its kernel does not take this model: {common.first_line(error)}"
+                print(f"{name:10s} {left_out[name]}", flush=True)
+                keep(f"{name}: {left_out[name]}", None, "requests")
+                continue
+            waiting += [pool.submit(program.compile) for program in programs]
         for program in waiting:
             program.result()
-    if not samplers:
-        sys.exit("no recipe is left: take another init, or leave kernels out")
     print(f"compiled {len(waiting)} programs  [{duration(time.perf_counter() - started)}]", flush=True)
     print("recipe     asked again                      requests  differ   floor: mean, p99, max (nats)")
-    for name, sampler in samplers.items():
+    for name, sampler in ((name, s) for name, s in samplers.items() if name not in left_out):
         base = sampler.sample(prompts, np.arange(cfg.prompts * cfg.group))
         for how, asked, ids, limits, rows in queues(cfg, prompts, others):
             found = differing(base, sampler.sample(asked, ids, limits), ids, rows)
@@ -187,8 +191,13 @@ def run() -> None:
         for key, value in figures.items():
             what = f"{name}: {key} |log-prob of the engine - of a full forward pass|, {len(distance)} tokens"
             keep(what, float(value), "nats")
-    draw(moved, workdir / "engine_check.png")
+    if moved:
+        draw(moved, workdir / "engine_check.png")
     print(workdir / "summary.json")
+    broken = [row["what"] for row in summary if row["unit"] == "requests" and row["value"]]
+    if broken or left_out:
+        unchecked = [f"not checked: {', '.join(left_out)}, name others in recipes"] if left_out else []
+        sys.exit("\n".join([f"{len(broken)} promises are broken", *broken, *unchecked]))
 
 
 def draw(moved: dict[str, np.ndarray], path: Path) -> None:

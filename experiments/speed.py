@@ -63,7 +63,11 @@ TIMES = (
     Command("decode_batches", f"{STEPS} --set=recipes=FP8,QUADS:0.5 --set=batches=1,256"),
     Command("decode_long", f"{STEPS} --set=recipes=FP8,QUADS:0.5 --set=contexts=4096"),
     Command("engine_check", "launch.py --experiment=engine_check --workdir={out}"),
-    Command("engine_check_kernels", "launch.py --experiment=engine_check --set=kernels=true --workdir={out}"),
+    Command(
+        "engine_check_kernels",  # BF16's and FP8's do not take the shipped model
+        "launch.py --experiment=engine_check --set=kernels=true --set=recipes=W4A16,NAIVE,QUADS:0.5,QUADS:1 "
+        "--workdir={out}",
+    ),
     Command("decode_olmoe", f"{STEPS} --set=model=olmoe-1b-7b --set=recipes=BF16,FP8,QUADS:0.5"),
     Command("peer_transformers", "-m experiments.peer_transformers --model=olmoe-1b-7b --batch=64 --context=512"),
     Command("batching", f"{STEPS} --set=model=olmoe-1b-7b --set=recipes= --set=tail_recipes=QUADS:0.5"),

@@ -22,6 +22,7 @@ from quads_jax.quant.formats import FP8, NVFP4, BlockFormat
 from quads_jax.quant.tensor import BlockTensor
 
 Array = jax.Array
+Unfit = direct_reference.Unfit  # raised for a weight of a shape that a named GEMM does not take
 _log = logging.getLogger(__name__)
 
 

@@ -1,6 +1,5 @@
 """The check of the engine's promises: what it asks again, what it counts, and a run of it."""
 
-import contextlib
 import json
 
 import numpy as np
@@ -10,6 +9,7 @@ from absl.testing import flagsaver
 
 from experiments import common, engine_check
 from quads_jax.config import RecipeConfig, TrainConfig
+from quads_jax.implementations import Unfit
 from tests.resume_process import make_weights
 from tests.tiny import TASK
 
@@ -104,22 +104,49 @@ def test_what_cannot_be_is_refused(flag, message):
         engine_check.run()
 
 
-def test_a_recipe_whose_kernel_does_not_take_the_model_is_left_out(tmp_path, capsys, monkeypatch):
-    init, lowered = make_weights(tmp_path / "tiny.msgpack"), engine_check.Sampler.lowered
+SIZES = ["--set=prompts=4", "--set=group=2", "--set=slots=3"]
+SIZES += ["--set=task.operands=3", "--set=task.digits=1", "--set=task.modulus=10"]
+
+
+def run(tmp_path, recipes):
+    init = make_weights(tmp_path / "tiny.msgpack")
+    given = [f"--workdir={tmp_path / 'out'}", f"--set=recipes={recipes}", f"--set=init={init}", *SIZES]
+    with flagsaver.flagsaver():
+        common.FLAGS(["test", *given])
+        engine_check.run()
+
+
+@pytest.mark.parametrize(("recipes", "checked"), [("BF16,NAIVE", 7), ("BF16", 0)])
+def test_a_recipe_whose_kernel_does_not_take_the_model_is_left_out(recipes, checked, tmp_path, capsys, monkeypatch):
+    lowered = engine_check.Sampler.lowered
 
     def some(self, prompts):
+        yield from lowered(self, prompts)
         if self.precision.experts.weight is None:
-            raise ValueError("N=64, K=48 are not multiples of 128: pad the weight")
-        return lowered(self, prompts)
+            raise Unfit("N=64, K=48 are not multiples of 128: pad the weight")
 
     monkeypatch.setattr(engine_check.Sampler, "lowered", some)
-    sizes = [f"--set=init={init}", "--set=prompts=4", "--set=group=2", "--set=slots=3"]
-    sizes += ["--set=task.operands=3", "--set=task.digits=1", "--set=task.modulus=10"]
-    for recipes, complaint in (("BF16,NAIVE", None), ("BF16", "no recipe is left")):
-        with flagsaver.flagsaver():
-            common.FLAGS(["test", f"--workdir={tmp_path / recipes}", f"--set=recipes={recipes}", *sizes])
-            with pytest.raises(SystemExit, match=complaint) if complaint else contextlib.nullcontext():
-                engine_check.run()
-        assert "BF16       left out: its kernel does not take this model: " in capsys.readouterr().out
-    rows = json.loads((tmp_path / "BF16,NAIVE" / "summary.json").read_text())
-    assert "N=64, K=48" in rows[0]["what"] and len(rows) == 1 + 4 + 3
+    with pytest.raises(SystemExit, match="0 promises are broken\nnot checked: BF16, name others in recipes"):
+        run(tmp_path, recipes)
+    said = "BF16       left out: its kernel does not take this model: N=64, K=48"
+    assert said in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert "N=64, K=48" in rows[0]["what"] and rows[0]["value"] is None and len(rows) == 1 + checked
+
+
+def test_any_other_error_is_one(tmp_path, monkeypatch):
+    def broken(self, prompts):
+        raise ValueError("Incompatible shapes for broadcasting")
+
+    monkeypatch.setattr(engine_check.Sampler, "lowered", broken)
+    with pytest.raises(ValueError, match="Incompatible shapes"):
+        run(tmp_path, "NAIVE")
+
+
+def test_a_broken_promise_ends_the_run_with_an_error(tmp_path, monkeypatch):
+    found = {"requests": 8, "differ": 1, "tokens": 1, "log-probs": 0}
+    monkeypatch.setattr(engine_check, "differing", lambda *args: found)
+    with pytest.raises(SystemExit, match="(?s)4 promises are broken.*NAIVE: requests that differ alone"):
+        run(tmp_path, "NAIVE")
+    with pytest.raises(app.UsageError, match="recipes=NAIVE,NAIVE names one twice"):
+        run(tmp_path, "NAIVE,NAIVE")

@@ -107,7 +107,8 @@ def choose(rows: int, w: Array, groups: int | None) -> Config:
     _, n, k = w.shape
     columns = _ROW_BYTES // w.dtype.itemsize // TILE
     if n % _ROWS or k % (columns * TILE):
-        raise ValueError(f"N={n}, K={k} of {w.dtype} are not multiples of {_ROWS} and {columns * TILE}: pad the weight")
+        whole = f"{_ROWS} and {columns * TILE}"
+        raise reference.Unfit(f"N={n}, K={k} of {w.dtype} are not multiples of {whole}: pad the weight")
     fits = [t for t in TOKEN_TILES if groups is None or rows % t == 0]
     if not fits:
         raise ValueError(f"blocks of {rows} rows are not multiples of 8: pad every group to whole blocks of 8 rows")

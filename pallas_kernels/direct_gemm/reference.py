@@ -12,6 +12,10 @@ from pallas_kernels.fp4_gemm.reference import check_rows, epilogue, gathered, ro
 DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16))
 
 
+class Unfit(ValueError):
+    """A weight of a shape that the kernel does not take."""
+
+
 def matmul(
     x: Array,
     w: Array,

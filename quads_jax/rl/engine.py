@@ -280,8 +280,8 @@ def _admit(s: _State, queue: _Queue, draw: Callable, p: Plan) -> _State:
     taken = jnp.minimum(jnp.sum(free, dtype=jnp.int32), waiting)
     place = jnp.cumsum(free, dtype=jnp.int32) - 1  # of a free slot among them
     fresh = free & (place < taken)
-    at = jnp.where(fresh, s.head + place, s.head)
-    prompt = jnp.minimum(at // p.group, p.prompts - 1)
+    at = s.head + place
+    prompt = jnp.minimum(at // p.group, p.prompts - 1)  # of slots that stay idle any
     row = jnp.where(fresh, prompt - (s.pool.ready - p.window), 0)
     s = s.replace(
         cache=_with_prompts(s.cache, s.pool.cache, fresh, row, taken),

@@ -103,13 +103,16 @@ def test_a_request_does_not_depend_on_its_place_in_the_queue():
     assert (unnamed.tokens[:, P:] != moved.tokens[:, P:]).any()
 
 
-@pytest.mark.parametrize("many", [0, 100])
-def test_prompts_are_copied_one_by_one_as_all_at_once(many, monkeypatch):
-    """Of four slots one is many; with 0 none ever are."""
-    base = engine()()
-    monkeypatch.setattr("quads_jax.rl.engine.MANY", many)
-    again = Counted(W4A4, sampling(), slots=4, group=GROUP, chunk=4)()
-    jax.tree.map(np.testing.assert_array_equal, again, base)
+def test_prompts_are_copied_one_by_one_as_all_at_once(monkeypatch):
+    """Never at once, in any case, and both ways in turn, on slots of which some go on meanwhile."""
+    found, limits = {}, 1 + np.arange(N * GROUP) % NEW
+    for many in (0, 100, 4):
+        monkeypatch.setattr("quads_jax.rl.engine.MANY", many)
+        found[many] = Counted(W4A4, sampling(), slots=5, group=GROUP, chunk=4)(limits=limits)
+    for many in (100, 4):
+        jax.tree.map(np.testing.assert_array_equal, found[many], found[0])
+    batch, usage = found[0]
+    assert usage.busy == batch.mask.sum() - N * GROUP and batch.mask[:, P:].sum(1).max() > 1
 
 
 def test_a_request_does_not_depend_on_how_long_others_are():
@@ -142,6 +145,7 @@ def test_a_queue_of_one_prompt_is_shorter_than_the_slots_and_computes_the_same()
         alone, usage = engine()(PROMPTS[at : at + 1], VALID[at : at + 1], ids=rows)
         for i, row in enumerate(rows):
             assert_same(alone, i, base, row)
+        assert usage.busy == alone.mask.sum() - GROUP  # and nobody ran twice
         assert int(usage.windows) == 1
 
 
