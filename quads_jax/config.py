@@ -39,7 +39,6 @@ class RecipeConfig:
     dtype: str = "bfloat16"  # of everything that is not quantized
     rollout_dtype: str | None = None  # the rollout's where it is another, as of another engine; none: `dtype`
     rollout_gemm: str | None = None  # reads weights as stored, such as fp4_mosaic; none: by device and shape
-
     trainer_gemm: str | None = None  # of experts: blocked or reference; none: by device and shape
 
     def resolve(self) -> Recipe:
