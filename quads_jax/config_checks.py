@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quads_jax import config_tree
-from quads_jax.config import AlarmConfig, EvaluateConfig, RolloutConfig, TrainConfig, WarmStartConfig
+from quads_jax.config import AlarmConfig, EvaluateConfig, RecipeConfig, RolloutConfig, TrainConfig, WarmStartConfig
 from quads_jax.models.config import check_model
 from quads_jax.precision import RECIPES, Recipe
 from quads_jax.rl.advantage import ADVANTAGES
@@ -181,6 +181,14 @@ def _check_alarm(alarm: AlarmConfig) -> None:
     for (path, value), (above, limit) in itertools.pairwise(given):
         if value >= limit:
             raise ValueError(f"alarm.{path}={value} has no effect: it must lie below alarm.{above}={limit}")
+
+
+def check_untrained(recipe: RecipeConfig, sampled: bool = False) -> None:
+    """Raises ValueError on what of a recipe has no effect where nothing is trained and, unless `sampled`, sampled."""
+    unused = {"refresh_every": "trained", "trainer_gemm": "trained"} | ({} if sampled else {"rollout_gemm": "sampled"})
+    for name, done in unused.items():
+        if value := getattr(recipe, name):
+            raise ValueError(f"recipe.{name}={value} has no effect: nothing is {done} here; leave it out")
 
 
 def check_warm_start(cfg: WarmStartConfig) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from quads_jax import checkpoint_formats
 from quads_jax.checkpoints import load_weights, weights_sha256, write_json
 from quads_jax.config import SHIPPED_TASK, RecipeConfig, TrainConfig, from_json
+from quads_jax.config_checks import check_untrained
 from quads_jax.inspection import gemm_inputs
 from quads_jax.metrics import read_metrics
 from quads_jax.models import hf
@@ -70,8 +71,7 @@ def check_export(cfg: ExportConfig, model: ModelConfig, meta: Mapping[str, Any] 
             f"init={cfg.init!r} was trained with recipe.policy=static, whose rollouts quantize permuted channels: "
             "NVFP4 in natural order is another policy. Export format=bf16, or train with another recipe.policy"
         )
-    if cfg.recipe.refresh_every:
-        raise ValueError(f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect: nothing is trained here")
+    check_untrained(cfg.recipe)
     default = ExportConfig()
     unused = () if cfg.format != BF16 else ("recipe",)
     if cfg.format == BF16 or not _quantizes_activations(recipe.rollout):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quads_jax.config import SHIPPED_TASK, RecipeConfig
-from quads_jax.config_checks import MAX_SEED
+from quads_jax.config_checks import MAX_SEED, check_untrained
 from quads_jax.config_tree import located, parse_json, show
 from quads_jax.models.config import ModelConfig
 from quads_jax.programs import engine_program, pack_program, statistics_program
@@ -52,8 +52,7 @@ def check_generate(cfg: GenerateConfig) -> None:
     with located("recipe"):
         resolved = cfg.recipe.resolve()
         check_engine(resolved.rollout, max(1, cfg.slots), max(1, cfg.samples))
-    if cfg.recipe.refresh_every:
-        raise ValueError(f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect: nothing is trained")
+    check_untrained(cfg.recipe, sampled=True)
     check_sampling(cfg.sampling(()), training=False)
     limits = {"samples": 2**20, "slots": 2**20, "max_new_tokens": MAX_TOKENS}
     for name, high in limits.items():

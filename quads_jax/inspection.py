@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from quads_jax import ops
 from quads_jax.config import SHIPPED_TASK, RecipeConfig, TrainConfig
+from quads_jax.config_checks import check_untrained
 from quads_jax.models.config import ModelConfig
 from quads_jax.models.decoder import Decoder
 from quads_jax.models.layers import GEMM_ROLES
@@ -45,10 +46,7 @@ def inspect_setup(cfg: InspectConfig, model: ModelConfig) -> Setup:
     """Checks the config against the model. Raises ValueError where it cannot run or holds a setting without effect."""
     if cfg.rows < 1:
         raise ValueError(f"rows={cfg.rows} must be at least 1")
-    if cfg.recipe.refresh_every:
-        raise ValueError(
-            f"recipe.refresh_every={cfg.recipe.refresh_every} has no effect: nothing is trained here; leave it out"
-        )
+    check_untrained(cfg.recipe)
     return setup(TrainConfig(init=cfg.init, seed=cfg.seed, task=cfg.task, recipe=cfg.recipe), model)
 
 

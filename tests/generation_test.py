@@ -134,6 +134,7 @@ def params_of(model):
         (dict(slots=0), "slots=0 must be at least 1"),
         (dict(recipe=RecipeConfig(policy="online")), "policy online chooses"),
         (dict(recipe=RecipeConfig(refresh_every=2)), "refresh_every=2 has no effect"),
+        (dict(recipe=RecipeConfig(trainer_gemm="blocked")), "trainer_gemm=blocked has no effect"),
         (dict(init="tests"), "task=chain_sum has no effect on 'tests'"),
     ],
 )

@@ -204,6 +204,7 @@ def test_permuted_operands_are_measured_in_their_order():
     [
         ({"rows": 0}, "rows=0 must be at least 1"),
         ({"recipe": RecipeConfig(refresh_every=5)}, "recipe.refresh_every=5 has no effect"),
+        ({"recipe": RecipeConfig(rollout_gemm="fp4_reference")}, "recipe.rollout_gemm=fp4_reference has no effect"),
         ({"recipe": RecipeConfig(roles=("head",))}, "the model has no layer of role head"),
     ],
 )
