@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import phases
 from experiments.sweeps.prototype import PROTOTYPE, PROTOTYPE_MODEL, PROTOTYPE_TASK
-from quads_jax import implementations
+from quads_jax import config_tree, implementations
 from quads_jax.config import (
     SHIPPED_TASK,
     EvalConfig,
@@ -126,12 +126,8 @@ def setup_of(cfg: StepTimeConfig, variant: Variant) -> Setup:
     s = setup(train, model)
     sides = s.recipe
     if variant.rollout is not None:
-        experts = sides.rollout.experts.weight
-        if not implementations.can_read(variant.rollout, experts, sides.rollout.dtype):
-            stored = "bf16" if experts is None else experts.name
-            raise ValueError(
-                f"variants: {variant.text!r}: {variant.rollout} does not read {stored} weights, as {sides.label} has"
-            )
+        with config_tree.located(f"variants: {variant.text!r}"):
+            implementations.check_reads(variant.rollout, sides.rollout.experts.weight, sides.rollout.dtype)
     rollout = dataclasses.replace(sides.rollout, implementation=variant.rollout)
     trainer = dataclasses.replace(sides.trainer, implementation=variant.trainer)
     return s._replace(recipe=dataclasses.replace(sides, rollout=rollout, trainer=trainer))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quads_jax import config_tree
-from quads_jax.implementations import IMPLEMENTATIONS, check_reads
+from quads_jax.implementations import IMPLEMENTATIONS, check_device, check_reads
 from quads_jax.models.config import ModelConfig
 from quads_jax.precision import DEFAULT_ROLES, Recipe, recipe
 from quads_jax.rl.optim import OptimConfig, decay_steps
@@ -42,11 +42,16 @@ class RecipeConfig:
     trainer_gemm: str | None = None  # of experts: blocked or reference; none: by device and shape
 
     def resolve(self) -> Recipe:
-        """The pair of precisions, with every check of `precision.recipe` and of `implementations.check_reads`."""
+        """The pair of precisions, with every check of `precision.recipe`, and of named GEMMs on this device."""
         options = {"roles": self.roles, "dtype": self.dtype, "rollout_dtype": self.rollout_dtype}
         sides = recipe(self.name, ratio=self.ratio, policy=self.policy, **options)
         if self.rollout_gemm is not None:
-            check_reads(self.rollout_gemm, sides.rollout.role(self.roles[0]).weight, sides.rollout.dtype)
+            with config_tree.located("rollout_gemm"):
+                check_reads(self.rollout_gemm, sides.rollout.role(self.roles[0]).weight, sides.rollout.dtype)
+                try:
+                    check_device(self.rollout_gemm)
+                except RuntimeError as error:
+                    raise ValueError(str(error)) from error
         if self.trainer_gemm not in (None, *IMPLEMENTATIONS):
             raise ValueError(f"trainer_gemm={self.trainer_gemm!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         return dataclasses.replace(

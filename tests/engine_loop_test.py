@@ -77,7 +77,7 @@ def test_a_rollout_that_reads_weights_as_stored(quick):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"rollout_gemm": "cublas"}, "rollout_gemm='cublas' is not one of fp4_reference, fp4_mosaic"),
+        ({"rollout_gemm": "cublas"}, "recipe: rollout_gemm: 'cublas' is not one of fp4_reference, fp4_mosaic"),
         ({"name": "FP8", "rollout_gemm": "fp4_reference"}, "does not read weights stored as fp8.* choose direct_ref"),
         ({"name": "BF16", "rollout_gemm": "fp4_reference"}, "stored as bfloat16: choose direct_reference or direct_mo"),
         ({"rollout_gemm": "fp4_reference", "dtype": "float32"}, "stored as nvfp4 in float32: leave it out"),
