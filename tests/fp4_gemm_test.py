@@ -294,6 +294,15 @@ def test_operands_of_tokens_are_those_of_gathered_rows(stacked, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize(("config", "width"), [(Config(32, 2, 2, blocks=3), 256), (Config(16, 2, 2, blocks=3), 128)])
+def test_in_shared_tiles_of_32_tokens_a_residual_has_all_of_k(config, width, monkeypatch):
+    (x, w), kwargs, _ = operands(3 * config.tokens, 40, 256, 64, 3)
+    monkeypatch.setattr(mosaic, "_product", lambda given, *_: given["r"])
+    r = mosaic.matmul(x, w, config=config, interpret=True, **kwargs)
+    want = np.asarray(layout.arrange(kwargs["residual"], 1), np.float32)
+    np.testing.assert_array_equal(r, np.pad(want, ((0, 0), (0, width - 64))))
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 2048, 2048), (16, 5120, 2048), (64, 1536, 768), (256, 33, 48), (4096, 2048, 4096)]
 )
