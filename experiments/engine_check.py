@@ -162,23 +162,25 @@ def run() -> None:
 
     started = time.perf_counter()
     samplers = {config.recipe.resolve().label: Sampler(cfg, config) for config in configs}
-    left_out: dict[str, str] = {}
+    left_out: list[str] = []
     with ThreadPoolExecutor(common.COMPILERS) as pool:
         waiting = []
         for name, sampler in samplers.items():
             try:
                 programs = list(sampler.lowered(prompts))
             except Unfit as error:
-                left_out[name] = f"left out: its kernel does not take this model: {common.first_line(error)}"
-                print(f"{name:10s} {left_out[name]}", flush=True)
-                keep(f"{name}: {left_out[name]}", None, "requests")
+                why = f"left out: its kernel does not take this model: {common.first_line(error)}"
+                print(f"{name:10s} {why}", flush=True)
+                keep(f"{name}: {why}", None, "requests")
+                left_out.append(name)
                 continue
             waiting += [pool.submit(program.compile) for program in programs]
         for program in waiting:
             program.result()
     print(f"compiled {len(waiting)} programs  [{duration(time.perf_counter() - started)}]", flush=True)
     print("recipe     asked again                      requests  differ   floor: mean, p99, max (nats)")
-    for name, sampler in ((name, s) for name, s in samplers.items() if name not in left_out):
+    for name in (name for name in samplers if name not in left_out):
+        sampler = samplers[name]
         base = sampler.sample(prompts, np.arange(cfg.prompts * cfg.group))
         for how, asked, ids, limits, rows in queues(cfg, prompts, others):
             found = differing(base, sampler.sample(asked, ids, limits), ids, rows)
